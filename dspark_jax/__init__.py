@@ -1,0 +1,21 @@
+"""DSpark speculative decoding in JAX: public names, resolved on first use."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "load": "dspark_jax.load",
+    "Engine": "dspark_jax.engine",
+    "Result": "dspark_jax.request",
+    "Chunk": "dspark_jax.request",
+    "SamplingParams": "dspark_jax.request",
+}
+
+__all__ = list(_HOMES)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dspark_jax' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
