@@ -82,10 +82,10 @@ def block_attention_reference(
     """
     tiers = length_tiers(k_cache.shape[1])
     branches = [partial(_attend, length=n, causal=causal, window=window) for n in tiers]
-    needed = start.max() + q.shape[1]
-    tier = sum((needed > n).astype(jnp.int32) for n in tiers[:-1])
     if len(tiers) == 1:
         return branches[0](q, k_cache, v_cache, start)
+    needed = start.max() + q.shape[1]
+    tier = sum((needed > n).astype(jnp.int32) for n in tiers[:-1])
     return lax.switch(tier, branches, q, k_cache, v_cache, start)
 
 

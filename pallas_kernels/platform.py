@@ -12,7 +12,7 @@ KERNEL_CAPABILITY = "9.0"  # wgmma, which every matrix kernel here uses, exists 
 
 def default_device() -> Any:
     """Return the device that unplaced computations run on."""
-    device = jax.config.jax_default_device
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         return jax.devices(device)[0]
     return device
