@@ -1,0 +1,254 @@
+"""Building blocks of both networks in flax.nnx; attribute names follow the checkpoint.
+
+Weights keep the checkpoint's [out, in] layout. Modules hold parameters only, never a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.config import LayersConfig, RopeConfig
+from pallas_kernels.block_attention import block_attention
+
+Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]  # cos, sin in float32
+
+
+def matmul_precision(dtype: Any) -> jax.lax.Precision:
+    """float32 means highest precision on every platform (a GPU or TPU would round otherwise)."""
+    full = dtype == jnp.float32
+    return jax.lax.Precision.HIGHEST if full else jax.lax.Precision.DEFAULT
+
+
+def project(
+    x: Float[Array, "*rows d"], weight: Float[Array, "n d"], out_dtype: Any = None
+) -> Float[Array, "*rows n"]:
+    """x @ weight.T, accumulated in float32 and returned in `out_dtype` (x's when None)."""
+    return jnp.einsum(
+        "...d,nd->...n",
+        x,
+        weight,
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=out_dtype or x.dtype,
+    )
+
+
+class Linear(nnx.Module):
+    """weight [out, in] and an optional bias [out]."""
+
+    def __init__(self, out_size: int, in_size: int, *, bias: bool = False, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((out_size,), dtype))
+
+    def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows n"]:
+        y = project(x, self.weight[...])
+        return y + self.bias[...] if hasattr(self, "bias") else y
+
+
+class Embedding(nnx.Module):
+    """weight [rows, width], read by id."""
+
+    def __init__(self, rows: int, width: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((rows, width), dtype))
+
+    def __call__(self, ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
+        return self.weight[...][ids]
+
+
+def rms_norm(
+    x: Float[Array, "*rows d"], weight: Float[Array, "*#rows d"], eps: float
+) -> Float[Array, "*rows d"]:
+    """Normalise in float32, cast back, then scale: the order of the Qwen3 reference."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, width: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Inverse frequencies [H/2] in float32, as transformers' rope functions compute them."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inverse = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "linear":
+        return inverse / np.float32(rope.factor)
+    if rope.kind == "yarn":
+        return _yarn(inverse, rope, head_dim)
+    if rope.kind == "llama3":
+        return _llama3(inverse, rope)
+    return inverse
+
+
+def _yarn(inverse: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    def dimension(rotations: float) -> float:
+        span = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp must not divide by zero
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    mixed = inverse / rope.factor * ramp + inverse * (1 - ramp)
+    return mixed.astype(np.float32)
+
+
+def _llama3(inverse: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    wavelength = 2 * math.pi / inverse
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    scaled = np.where(wavelength > longest, inverse / rope.factor, blended)
+    return np.where(wavelength < shortest, inverse, scaled).astype(np.float32)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, positions: Int[Array, "B T"]) -> Rope:
+    """cos and sin [B, T, H/2] of absolute positions, in float32."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    factor = rope.attention_factor
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: Float[Array, "B T heads H"], rope: Rope) -> Float[Array, "B T heads H"]:
+    """Rotate the two halves of each head against each other, in float32."""
+    cos, sin = (table[:, :, None, :] for table in rope)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def write_rows(
+    cache: Float[Array, "B S K H"], rows: Float[Array, "B T K H"], start: Int[Array, " B"]
+) -> Float[Array, "B S K H"]:
+    """Write T rows of each batch row at its own start; rows past the capacity are dropped."""
+    batch, count = rows.shape[:2]
+    places = start[:, None] + jnp.arange(count)
+    return cache.at[jnp.arange(batch)[:, None], places].set(
+        rows, mode="drop", unique_indices=True, indices_are_sorted=True
+    )
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a ragged cache, with q, k and v as one projection."""
+
+    def __init__(self, config: LayersConfig, *, dtype: Any) -> None:
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        width = config.hidden_size
+        self.config = config
+        self.qkv_proj = Linear(
+            (heads + 2 * kv_heads) * head_dim, width, bias=config.qkv_bias, dtype=dtype
+        )
+        self.o_proj = Linear(width, heads * head_dim, bias=config.output_bias, dtype=dtype)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, eps=config.norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(head_dim, eps=config.norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: Rope,
+        k_cache: Float[Array, "B S K H"],
+        v_cache: Float[Array, "B S K H"],
+        start: Int[Array, " B"],
+        **mask: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Write the T rows at `start`, attend over everything up to them (`mask`: see the op)."""
+        config = self.config
+        batch, count, _ = x.shape
+        qkv = self.qkv_proj(x).reshape(batch, count, -1, config.head_dim)
+        q, k, v = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        k_cache = write_rows(k_cache, rotate(k, rope), start)
+        v_cache = write_rows(v_cache, v, start)
+        out = block_attention(rotate(q, rope), k_cache, v_cache, start, **mask)
+        return self.o_proj(out.reshape(batch, count, -1)), k_cache, v_cache
+
+
+class MLP(nnx.Module):
+    """SiLU-gated MLP with gate and up as one projection."""
+
+    def __init__(self, config: LayersConfig, *, dtype: Any) -> None:
+        self.gate_up_proj = Linear(2 * config.intermediate_size, config.hidden_size, dtype=dtype)
+        self.down_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: LayersConfig, *, dtype: Any) -> None:
+        norm = {"eps": config.norm_eps, "dtype": dtype}
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.self_attn = Attention(config, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.mlp = MLP(config, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: Rope,
+        k_cache: Float[Array, "B S K H"],
+        v_cache: Float[Array, "B S K H"],
+        start: Int[Array, " B"],
+        **mask: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        attended, k_cache, v_cache = self.self_attn(
+            self.input_layernorm(x), rope, k_cache, v_cache, start, **mask
+        )
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), k_cache, v_cache
+
+
+@lru_cache(maxsize=64)
+def _structure(build: Callable[..., nnx.Module], config: Any, dtype: str) -> tuple[Any, Any]:
+    """Graph definition and abstract state of a network: built once, allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(dtype))))
+
+
+def bind(build: Callable[..., Any], config: Any, dtype: str, params: dict[str, Any]) -> Any:
+    """The network `build(config)` over a nested dict of arrays; cheap, meant for inside a jit."""
+    graph, abstract = _structure(build, config, dtype)
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, _int_keys(params))
+    return nnx.merge(graph, state)
+
+
+def abstract_params(build: Callable[..., Any], config: Any, dtype: str) -> dict[str, Any]:
+    """The nested dict that `bind` expects, of `jax.ShapeDtypeStruct`."""
+    return _string_keys(nnx.to_pure_dict(_structure(build, config, dtype)[1]))
+
+
+def _int_keys(tree: Any) -> Any:
+    """flax keeps list places as ints; checkpoints and Orbax want strings."""
+    if not isinstance(tree, dict):
+        return tree
+    return {int(k) if k.isdigit() else k: _int_keys(v) for k, v in tree.items()}
+
+
+def _string_keys(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {str(k): _string_keys(v) for k, v in tree.items()}

@@ -1,0 +1,101 @@
+"""Every pytree that crosses a function boundary. No field is ever None; shapes are static."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+MAX_STOP_IDS = 64  # stop tokens a row can hold; unused places are -1
+MAX_ROUNDS = 16  # rounds that one call of `decode_rounds` can run
+
+Params = dict[str, Any]  # {"target": ..., "draft": ...}: nested dicts of arrays
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values, one pair of arrays a layer: rows at or past a row's length are garbage."""
+
+    k: tuple[Float[Array, "B S K H"], ...]
+    v: tuple[Float[Array, "B S K H"], ...]
+
+
+@struct.dataclass
+class Sampling:
+    """What a row asked of the sampler. `seed` holds the high and the low 32 bits."""
+
+    temperature: Float[Array, " B"]
+    top_p: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    min_p: Float[Array, " B"]
+    seed: UInt32[Array, "B 2"]
+
+
+@struct.dataclass
+class RowSettings:
+    """One request as `admit` takes it: scalars of `Sampling`, when it ends, and its stop tokens."""
+
+    prompt_length: Int[Array, ""]
+    max_tokens: Int[Array, ""]
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    top_k: Int[Array, ""]
+    min_p: Float[Array, ""]
+    seed: UInt32[Array, " 2"]
+    stop_ids: Int[Array, " stop"]
+
+
+@struct.dataclass
+class DecodeState:
+    """All rows of a batch between two rounds.
+
+    `cached` counts the true rows of the target cache and is the absolute position of `anchor`,
+    the last committed token. The draft cache is true below `cached - context_len`; the features
+    of the rows between wait in `context`. A commit only advances `cached`: nothing is rolled back.
+    """
+
+    cached: Int[Array, " B"]
+    anchor: Int[Array, " B"]
+    limit: Int[Array, " B"]  # prompt + max_tokens: a row runs rounds while cached < limit
+    done: Bool[Array, " B"]
+    stop_ids: Int[Array, "B stop"]
+    sampling: Sampling
+    target: KVCache
+    draft: KVCache
+    context: Float[Array, "B T CD"]  # tapped features of the last verify pass
+    context_len: Int[Array, " B"]
+
+
+@struct.dataclass
+class Proposal:
+    """What a drafter offers: P tokens a row, of which the first `length` are to be verified.
+
+    `probs[b, k]` is the very law that `tokens[b, k]` was drawn from, over target ids (width 0 in
+    the greedy tier). `confidence` holds logits (width 0 without a confidence head).
+    """
+
+    tokens: Int[Array, "B P"]
+    length: Int[Array, " B"]
+    probs: Float[Array, "B P V"]
+    confidence: Float[Array, "B C"]
+
+
+@struct.dataclass
+class StepOutput:
+    """What one round emitted: the first counts[:, 0] of `tokens` are real.
+
+    `counts` columns: tokens emitted (0 for a row that was finished before), drafts among them,
+    drafts proposed, and 1 where the row is finished now.
+    """
+
+    tokens: Int[Array, "B T"]
+    counts: Int[Array, "B 4"]
+
+
+@struct.dataclass
+class Rounds:
+    """`StepOutput` of up to R rounds; a round that did not run has zero counts."""
+
+    tokens: Int[Array, "B R T"]
+    counts: Int[Array, "B R 4"]
