@@ -22,7 +22,6 @@ from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
     DecodeState,
-    KVCache,
     Params,
     Proposal,
     Rounds,
@@ -43,7 +42,7 @@ def init_state(config: ModelConfig, batch: int) -> DecodeState:
     features = len(draft.taps) * layers.hidden_size if draft else 0
     none = LayersConfig(1, 1, 1, 1, 1, 2, layers.rope)  # a draft cache of no rows
 
-    def integers(fill: int, *shape: int) -> Int[Array, "..."]:
+    def integers(fill: int, *shape: int) -> Array:
         return jnp.full((batch, *shape), fill, jnp.int32)
 
     return DecodeState(
@@ -119,7 +118,11 @@ def prefill(
         if config.draft:
             draft = _draft(config, params)
             part = draft.write_context(
-                draft.context_rows(tapped), read_slot(state.draft, slot), start
+                draft.context_rows(tapped),
+                read_slot(state.draft, slot),
+                start,
+                count[None],
+                decode.implementation,
             )
             draft_cache = write_slot(state.draft, part, slot)
         logits = target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
@@ -235,7 +238,13 @@ def _draft_step(
         draft, target = _draft(config, params), _target(config, params)
         with jax.named_scope("context_kv"):
             rows = draft.context_rows(state.context)
-            cache = draft.write_context(rows, state.draft, state.cached - state.context_len)
+            cache = draft.write_context(
+                rows,
+                state.draft,
+                state.cached - state.context_len,
+                state.context_len,
+                config.decode.implementation,
+            )
         embedding = draft.embed_tokens if config.draft.own_embedding else target.embed_tokens
         head = draft.lm_head.weight[...] if config.draft.own_head else target.head
         x = embedding(block_tokens(config.draft, state.anchor))

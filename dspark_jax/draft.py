@@ -22,14 +22,12 @@ from dspark_jax.layers import (
     Linear,
     RMSNorm,
     project,
-    rms_norm,
     rope_table,
-    rotate,
-    write_rows,
 )
 from dspark_jax.markov import MarkovHead, walk
 from dspark_jax.sampling import Stream, draw, gumbel_noise, one_hot_law, stream_keys, token_law
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
+from pallas_kernels.context_kv import context_kv
 
 
 class ConfidenceHead(nnx.Module):
@@ -70,28 +68,31 @@ class Draft(nnx.Module):
         return self.hidden_norm(self.fc(features))
 
     def write_context(
-        self, rows: Float[Array, "B T D"], cache: KVCache, start: Int[Array, " B"]
+        self,
+        rows: Float[Array, "B T D"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        implementation: str,
     ) -> KVCache:
-        """Keys and values of all layers from one matmul, written at `start`.
-
-        Rows past the true ones are written too; they are garbage that the block overwrites.
-        """
-        config = self.config.layers
-        batch, count, _ = rows.shape
-        fused = self.context_kv(rows).reshape(
-            batch, count, config.num_layers, 2, config.num_kv_heads, config.head_dim
-        )
-        keys, values = fused[:, :, :, 0], fused[:, :, :, 1]
-        if config.qk_norm:
+        """Keys and values of all layers from one matmul; the first `count` rows go to `start`."""
+        layers = self.config.layers
+        norms = None
+        if layers.qk_norm:
             norms = jnp.stack([layer.self_attn.k_norm.weight[...] for layer in self.layers])
-            keys = rms_norm(keys, norms[:, None, :], config.norm_eps)
-        rope = rope_table(config.rope, config.head_dim, start[:, None] + jnp.arange(count))
-        flat = keys.reshape(batch, count, -1, config.head_dim)
-        keys = rotate(flat, rope).reshape(keys.shape)
-        return KVCache(
-            k=tuple(write_rows(c, keys[:, :, i], start) for i, c in enumerate(cache.k)),
-            v=tuple(write_rows(c, values[:, :, i], start) for i, c in enumerate(cache.v)),
+        positions = start[:, None] + jnp.arange(rows.shape[1])
+        keys, values = context_kv(
+            self.context_kv(rows),
+            norms,
+            *rope_table(layers.rope, layers.head_dim, positions),
+            cache.k,
+            cache.v,
+            start,
+            count,
+            eps=layers.norm_eps,
+            implementation=implementation,
         )
+        return KVCache(k=tuple(keys), v=tuple(values))
 
     def block(
         self, x: Float[Array, "B Q D"], cache: KVCache, start: Int[Array, " B"], implementation: str

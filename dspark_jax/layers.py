@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import LayersConfig, RopeConfig
 from pallas_kernels.block_attention import block_attention
+from pallas_kernels.qkv_write import qkv_write
+from pallas_kernels.rotary import normalize_heads as rms_norm
 
 Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]  # cos, sin in float32
 
@@ -62,15 +64,6 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
         return self.weight[...][ids]
-
-
-def rms_norm(
-    x: Float[Array, "*rows d"], weight: Float[Array, "*#rows d"], eps: float
-) -> Float[Array, "*rows d"]:
-    """Normalise in float32, cast back, then scale: the order of the Qwen3 reference."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * (wide * scale).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -130,25 +123,6 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: Int[Array, "B T"]) ->
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "B T heads H"], rope: Rope) -> Float[Array, "B T heads H"]:
-    """Rotate the two halves of each head against each other, in float32."""
-    cos, sin = (table[:, :, None, :] for table in rope)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def write_rows(
-    cache: Float[Array, "B S K H"], rows: Float[Array, "B T K H"], start: Int[Array, " B"]
-) -> Float[Array, "B S K H"]:
-    """Write T rows of each batch row at its own start; rows past the capacity are dropped."""
-    batch, count = rows.shape[:2]
-    places = start[:, None] + jnp.arange(count)
-    return cache.at[jnp.arange(batch)[:, None], places].set(
-        rows, mode="drop", unique_indices=True, indices_are_sorted=True
-    )
-
-
 class Attention(nnx.Module):
     """Grouped-query attention over a ragged cache, with q, k and v as one projection."""
 
@@ -176,13 +150,20 @@ class Attention(nnx.Module):
         """Write the T rows at `start`, attend over everything up to them (`mask`: see the op)."""
         config = self.config
         batch, count, _ = x.shape
-        qkv = self.qkv_proj(x).reshape(batch, count, -1, config.head_dim)
-        q, k, v = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        norms = (None, None)
         if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        k_cache = write_rows(k_cache, rotate(k, rope), start)
-        v_cache = write_rows(v_cache, v, start)
-        out = block_attention(rotate(q, rope), k_cache, v_cache, start, **mask)
+            norms = (self.q_norm.weight[...], self.k_norm.weight[...])
+        q, k_cache, v_cache = qkv_write(
+            self.qkv_proj(x),
+            *norms,
+            *rope,
+            k_cache,
+            v_cache,
+            start,
+            eps=config.norm_eps,
+            implementation=mask["implementation"],
+        )
+        out = block_attention(q, k_cache, v_cache, start, **mask)
         return self.o_proj(out.reshape(batch, count, -1)), k_cache, v_cache
 
 

@@ -162,7 +162,7 @@ def emit(
     proposal: Proposal, accepted: Int[Array, " B"], last: Int[Array, " B"], state: DecodeState
 ) -> StepOutput:
     """Put the accepted drafts and the last token in a row, cut it at a stop token, count."""
-    batch, drafts = proposal.tokens.shape
+    drafts = proposal.tokens.shape[1]
     slots = jnp.arange(drafts + 1)
     padded = jnp.concatenate([proposal.tokens, last[:, None]], axis=1)
     tokens = jnp.where(slots < accepted[:, None], padded, last[:, None])
