@@ -1,0 +1,155 @@
+"""What a caller asks for and gets back. Frozen, validated, free of jax."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dspark_jax.config import GREEDY_TEMPERATURE
+
+FinishReason = Literal["stop", "length"]
+# Where a token came from: an accepted draft; the target's correction of a rejected draft; the
+# target's token after a fully accepted proposal; the target alone, with nothing proposed.
+Origin = Literal["draft", "corrected", "bonus", "target"]
+
+_UNSUPPORTED: Mapping[str, Any] = {
+    "logprobs": None,
+    "min_tokens": 0,
+    "logit_bias": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    _require(math.isfinite(number), f"{name} must be finite, got {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one prompt is continued.
+
+    `max_tokens` counts output tokens. A `temperature` below 1e-5 is greedy. `top_p`, `top_k`
+    (0 = off) and `min_p` cut the law as transformers' logits warpers do, in the order top_k,
+    top_p, min_p after the temperature. `seed` (64 bits) is drawn and reported when None. `stop`
+    strings end the text and are removed from it; `stop_token_ids` add to the model's own stop
+    set, which `ignore_eos` drops. Raises ValueError for a value out of range and, by name, for an
+    option that is not supported.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, neutral in _UNSUPPORTED.items():
+            value = getattr(self, name)
+            _require(
+                value == neutral,
+                f"{name}={value!r} is not supported; leave it at {neutral!r}",
+            )
+        self._settle("max_tokens", _integer("max_tokens", self.max_tokens))
+        self._settle("top_k", _integer("top_k", self.top_k))
+        for name in ("temperature", "top_p", "min_p"):
+            self._settle(name, _number(name, getattr(self, name)))
+        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
+        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
+        _require(self.top_k >= 0, f"top_k cannot be negative (0 is off), got {self.top_k}")
+        _require(0 <= self.min_p <= 1, f"min_p must be within 0 and 1, got {self.min_p}")
+        if self.seed is not None:
+            self._settle("seed", _integer("seed", self.seed))
+            _require(0 <= self.seed < 2**64, f"seed must be within 0 and 2**64 - 1: {self.seed}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        _require(
+            all(isinstance(s, str) and s for s in stop),
+            f"stop must hold strings that are not empty, got {stop!r}",
+        )
+        self._settle("stop", stop)
+        ids = tuple(_integer("stop_token_ids", i) for i in self.stop_token_ids)
+        _require(min(ids, default=0) >= 0, f"stop_token_ids cannot be negative: {list(ids)}")
+        self._settle("stop_token_ids", ids)
+
+    def _settle(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def greedy(self) -> bool:
+        """True where the target's most probable token is taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished prompt.
+
+    `token_ids` leaves the prompt out; a stop token that ended it is the last id and no part of
+    `text`. `acceptance_lengths`, `accepted_drafts` and `proposal_lengths` have one entry a round
+    and are not cut at `max_tokens`: the first counts every token that the round emitted, bonus
+    included, the second the drafts among them, the third the drafts that were proposed.
+    `from_draft` has one entry a token. `seconds` run from admission to the last token, prefill
+    included, compilation excluded.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    acceptance_lengths: list[int]
+    proposal_lengths: list[int]
+    accepted_drafts: list[int]
+    from_draft: list[bool]
+    seconds: float
+    prompt_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a stream has gained: `pieces` and `origins` have one entry a token of `token_ids`.
+
+    A piece is the text that became certain with its token: whole characters only, and nothing
+    that may yet turn out to begin a stop string. `finish_reason` is None until the last chunk,
+    which may be empty.
+    """
+
+    token_ids: list[int]
+    pieces: list[str] = field(repr=False)
+    origins: list[Origin] = field(repr=False)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)

@@ -1,0 +1,94 @@
+"""SamplingParams: defaults, normalised values, and one clear error for each wrong one."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dspark_jax.request import Chunk, SamplingParams
+
+
+def test_defaults_are_the_documented_ones():
+    params = SamplingParams()
+    shown = {name: getattr(params, name) for name in list(params.__dataclass_fields__)[:10]}
+    assert shown == {
+        "max_tokens": 128,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "logprobs": None,
+    }
+
+
+def test_values_are_normalised_and_hashable():
+    params = SamplingParams(max_tokens=np.int64(3), stop="end", stop_token_ids=[np.int32(4), 5])
+    assert (params.max_tokens, params.stop, params.stop_token_ids) == (3, ("end",), (4, 5))
+    assert type(params.max_tokens) is int
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (1e-5, False)])
+def test_greedy_below_the_threshold(temperature, greedy):
+    assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 2.5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -1),
+        ("min_p", -0.01),
+        ("min_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 1.5),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+    ],
+)
+def test_a_value_out_of_range_is_named(name, value):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", 0),
+        ("min_tokens", 1),
+        ("logit_bias", {3: 1.0}),
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+    ],
+)
+def test_an_unsupported_option_raises_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*not supported"):
+        SamplingParams(**{name: value})
+
+
+def test_a_chunk_joins_its_pieces():
+    chunk = Chunk(token_ids=[1, 2], pieces=["a", "b"], origins=["draft", "bonus"])
+    assert chunk.text == "ab"
+    assert chunk.finish_reason is None
+
+
+@pytest.mark.parametrize("module", ["request", "scheduler", "metrics", "text"])
+def test_no_jax_is_imported(module):
+    code = f"import sys, dspark_jax.{module}; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
