@@ -1,0 +1,87 @@
+"""What a checkpoint folder says of its tokens: stop ids, and the files a tokenizer needs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from convert.problems import CheckpointError
+from convert.reader import read_json
+
+MAX_STOP_IDS = 64
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# The tokenizer library looks at config.json for the model type where its own file has no class.
+COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
+
+
+def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """Return the ids that end a text: generation_config, then config, then the tokenizer.
+
+    Each may hold one id or a list; the first that holds any decides. Empty where none does.
+    Raises CheckpointError where one is malformed.
+    """
+    folder = Path(folder)
+    for name in ("generation_config.json", "config.json"):
+        found = _read(folder, name).get("eos_token_id")
+        if found is not None:
+            return _checked(found, f"{folder}: {name}: eos_token_id")
+    found = _tokenizer_stop(folder)
+    return () if found is None else (found,)
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    if not (folder / name).exists():
+        return {}
+    try:
+        return read_json(folder / name)
+    except ValueError as error:
+        raise CheckpointError(str(error), str(folder)) from None
+
+
+def _checked(found: Any, where: str) -> tuple[int, ...]:
+    ids = found if isinstance(found, list) else [found]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(ids) > MAX_STOP_IDS:
+        raise CheckpointError(
+            f"must be a token id or a list of at most {MAX_STOP_IDS}, got {str(found)[:60]}", where
+        )
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_stop(folder: Path) -> int | None:
+    token = _read(folder, "tokenizer_config.json").get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else token_ids(folder).get(token)
+
+
+def token_ids(folder: Path) -> dict[str, int]:
+    """Return token -> id from tokenizer.json, added tokens included (empty without the file)."""
+    tree = _read(folder, "tokenizer.json")
+    model = tree.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(vocab) if isinstance(vocab, dict) else {}
+    if isinstance(vocab, list):  # Unigram: a list of [token, score]
+        ids = {pair[0]: i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair}
+    added = tree.get("added_tokens")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            ids[entry["content"]] = entry.get("id")
+    return {token: i for token, i in ids.items() if type(i) is int}
+
+
+def copy_token_files(source: Path, folder: Path) -> list[str]:
+    """Copy tokenizer, chat template, generation settings and config; return their names."""
+    names = [name for name in COPIED_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    return names
