@@ -72,7 +72,7 @@ def _load(source: Source, dtype: Dtype, progress: Progress | None) -> Params:
         else:
             buffer = _assemble(source.tensors, entry, DTYPES[dtype], report, problems)
         if not problems:  # after a problem the rest is only checked
-            _put(params, name, jax.block_until_ready(jax.device_put(buffer)))
+            put(params, name, jax.block_until_ready(jax.device_put(buffer)))
         del buffer
     raise_problems(problems, str(source.folder))
     return params
@@ -110,7 +110,8 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + count].view(dtype).reshape(shape)
 
 
-def _put(params: Params, name: str, value: jax.Array) -> None:
+def put(params: Params, name: str, value: Any) -> None:
+    """Set a leaf of a nested dict by its dotted name."""
     *folders, leaf = name.split(".")
     for folder in folders:
         params = params.setdefault(folder, {})

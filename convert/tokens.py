@@ -17,10 +17,14 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATE_FOLDER = "additional_chat_templates"
 # The tokenizer library looks at config.json for the model type where its own file has no class.
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
@@ -84,4 +88,8 @@ def copy_token_files(source: Path, folder: Path) -> list[str]:
     names = [name for name in COPIED_FILES if (source / name).is_file()]
     for name in names:
         shutil.copyfile(source / name, folder / name)
+    for template in sorted((source / TEMPLATE_FOLDER).glob("*.jinja")):
+        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(template, folder / TEMPLATE_FOLDER / template.name)
+        names.append(f"{TEMPLATE_FOLDER}/{template.name}")
     return names

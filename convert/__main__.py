@@ -1,0 +1,135 @@
+"""`python -m convert`: check a target and a draft, or write them as an Orbax store."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from convert.apply import Progress, load_draft_params, load_target_params
+from convert.dialects import DraftOverrides
+from convert.doctor import Report, as_json, as_text, examine, stored_dtype
+from convert.flags import add_override_flags, overrides_of, positive
+from convert.hub import resolve_folder
+from convert.packaging import read_draft, read_target, share_with_target
+from convert.problems import CheckpointError
+from convert.store import save
+
+REFUSED = 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m convert",
+        description="Check Hugging Face checkpoints of a target and its draft, or convert them.",
+        epilog="Exit code 0: the pair fits or was written; 2: refused, with the reason.",
+    )
+    parser.add_argument("--target", required=True, help="folder or hub id of the target")
+    parser.add_argument("--draft", help="folder or hub id of the draft; without it a target alone")
+    parser.add_argument(
+        "--check", action="store_true", help="read everything and print what was found"
+    )
+    parser.add_argument("--json", action="store_true", help="with --check: one JSON object")
+    parser.add_argument("--out", metavar="STORE", help="new folder for the Orbax store")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the store (default: bfloat16 if all weights are stored so, else float32)",
+    )
+    parser.add_argument(
+        "--max-length", type=positive, default=4096, help="tokens the memory sum is for (4096)"
+    )
+    add_override_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    overrides = overrides_of(arguments)
+    if not arguments.check and not arguments.out:
+        parser.error("nothing to do: give --check, --out STORE, or both")
+    if arguments.json and not arguments.check:
+        parser.error("--json goes with --check")
+    if arguments.draft is None and overrides != DraftOverrides():
+        parser.error("the overrides go with --draft")
+    try:
+        if arguments.check and _check(arguments, overrides).problems:
+            return REFUSED
+        if arguments.out:
+            with jax.default_device(jax.devices("cpu")[0]):  # host memory holds more
+                _convert(arguments, overrides)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _check(arguments: argparse.Namespace, overrides: DraftOverrides) -> Report:
+    with _Progress("checking") as progress:
+        report = examine(
+            arguments.target,
+            arguments.draft,
+            overrides,
+            dtype=arguments.dtype,
+            max_length=arguments.max_length,
+            progress=progress,
+        )
+    print(as_json(report) if arguments.json else as_text(report))
+    if report.problems:
+        print(f"error: {CheckpointError(report.problems)}", file=sys.stderr)
+    return report
+
+
+def _convert(arguments: argparse.Namespace, overrides: DraftOverrides) -> None:
+    target = read_target(resolve_folder(arguments.target))
+    draft = None
+    if arguments.draft is not None:
+        draft = read_draft(resolve_folder(arguments.draft), target, overrides)
+        draft = share_with_target(draft, target)
+    dtype = arguments.dtype or stored_dtype(target, draft)
+    with _Progress("target") as progress:
+        params = {"target": load_target_params(target, dtype, progress)}
+    origin = {"target": arguments.target, "draft": arguments.draft}
+    if draft is not None:
+        with _Progress("draft") as progress:
+            params["draft"] = load_draft_params(draft, dtype, progress)
+    save(
+        arguments.out,
+        params,
+        target.config,
+        draft.config if draft else None,
+        token_files=target.folder,
+        origin=origin,
+    )
+    print(f"wrote {arguments.out} ({dtype})", file=sys.stderr)
+
+
+class _Progress:
+    """A bar on standard error while weights are read; nothing where that is not a terminal."""
+
+    def __init__(self, label: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(label, total=None)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
