@@ -3,6 +3,10 @@
 from importlib import import_module
 from typing import Any
 
+from dspark_jax.shadow import refuse_shadows
+
+refuse_shadows("pallas_kernels")  # everything that computes imports it
+
 _HOMES = {
     "load": "dspark_jax.load",
     "Engine": "dspark_jax.engine",

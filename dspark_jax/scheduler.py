@@ -41,12 +41,19 @@ class Request:
         self._text = text
         self._ending: FinishReason | None = None  # set by the last token that is kept
         self._told = 0  # tokens that `take_chunk` gave out
-        self._started = 0.0
-        self._seconds = 0.0
+        self._started: float | None = None
+        self._ended: float | None = None
 
     def start(self) -> None:
         """Start the clock: the request got its slot."""
         self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """From admission to the last token, or to now."""
+        if self._started is None:
+            return 0.0
+        return (self._ended or time.perf_counter()) - self._started
 
     def take_first(self, token: int) -> None:
         """Take the token that prefill drew; a stop ends the request without a round."""
@@ -95,7 +102,7 @@ class Request:
             proposal_lengths=self.proposal_lengths,
             accepted_drafts=self.accepted_drafts,
             from_draft=[origin == "draft" for origin in self._origins],
-            seconds=self._seconds,
+            seconds=self.seconds,
             prompt_tokens=len(self.prompt_ids),
             seed=self.seed,
         )
@@ -115,7 +122,7 @@ class Request:
 
     def _finish(self) -> None:
         self.finish_reason = self._ending or "length"
-        self._seconds = time.perf_counter() - self._started
+        self._ended = time.perf_counter()
 
 
 def _origin(index: int, accepted: int, proposed: int) -> Origin:

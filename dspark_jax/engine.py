@@ -1,0 +1,228 @@
+"""Prompts in, results out: drives the scheduler and the compiled entry points."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.decode import init_state
+from dspark_jax.programs import Programs
+from dspark_jax.request import Chunk, Result, SamplingParams
+from dspark_jax.scheduler import Request, Scheduler, batch_tier
+from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, Params
+from dspark_jax.text import TextStream, Tokenizer
+
+STREAM_ROUNDS = 1  # rounds between two chunks of a stream
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """A target, its draft (or none) and everything needed to continue prompts with them.
+
+    `params` is {"target": ..., "draft": ...} in the dtype of `config`. `stop_ids` are the model's
+    own stop tokens. Without a tokenizer prompts must be ids and every text is empty. `defaults`
+    apply where a call names no SamplingParams. One call at a time: a stream must be finished or
+    closed before the next call (RuntimeError).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: Sequence[int] = (),
+        *,
+        max_batch: int = 8,
+        defaults: SamplingParams | None = None,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        self.config = config
+        self.params = params
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        self.max_batch = max_batch
+        self.defaults = defaults or SamplingParams()
+        self._programs: dict[int, Programs] = {}  # by batch size
+        self._state: DecodeState | None = None
+        self._busy = False
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """Continue prompts, in batches of at most `max_batch`; results come in prompt order.
+
+        A prompt is a string (encoded with the tokenizer's default special tokens) or a list of
+        token ids. `params` is one for all or one for each. Raises ValueError, naming the prompt,
+        for an empty one, an id outside the vocabulary, or prompt + max_tokens above max_length.
+        """
+        requests = self.prepare([prompts] if isinstance(prompts, str) else prompts, params)
+        for _ in self.serve(requests):
+            pass
+        return [request.result() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continue one prompt and yield what each round adds; chunks join to the result.
+
+        Raises as `generate` does, at the call and not at the first chunk.
+        """
+        (request,) = self.prepare([prompt], params)
+        return (request.take_chunk() for _ in self.serve([request], STREAM_ROUNDS))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        enable_thinking: bool = False,
+    ) -> list[Result]:
+        """Answer one conversation ({"role": ..., "content": ...} each) or a list of them.
+
+        The tokenizer's chat template makes the prompt and alone adds special tokens. Thinking is
+        off by default: the published drafts were trained without it and accept less with it.
+        Raises ValueError where there is no template, and as `generate` does.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts = [self.chat_ids(one, enable_thinking) for one in conversations]
+        return self.generate(prompts, params)
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], enable_thinking: bool = False
+    ) -> list[int]:
+        """The token ids of a conversation's prompt."""
+        tokenizer = self._tokenizer_for("chat")
+        text = tokenizer.render_chat(messages, enable_thinking)
+        return tokenizer.encode(text, special_tokens=False)
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Request]:
+        """Check prompts and make the requests that `serve` takes. Raises as `generate` does."""
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or self.defaults] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"got {len(each)} SamplingParams for {len(prompts)} prompts; give one or one each"
+            )
+        return [
+            self._request(f"prompt {index}", prompt, one)
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+
+    def serve(self, requests: Sequence[Request], rounds: int = MAX_ROUNDS) -> Iterator[None]:
+        """Decode requests to their end; yields whenever some of them have gained something.
+
+        Between two yields lie at most `rounds` rounds.
+        """
+        if self._busy:
+            raise RuntimeError("a stream of this engine is still open; finish or close it first")
+        self._busy = True
+        scheduler = Scheduler(self.max_batch, requests)
+        try:
+            while turn := scheduler.next_turn():
+                yield from self._serve_turn(turn, scheduler, rounds)
+        finally:
+            self._busy = False
+
+    def _serve_turn(
+        self, turn: Sequence[Request], scheduler: Scheduler, rounds: int
+    ) -> Iterator[None]:
+        batch = batch_tier(len(turn), self.max_batch)
+        sampled = not all(request.params.greedy for request in turn)
+        programs = self._programs.setdefault(batch, Programs(self.config, self.params, batch))
+        programs.compile_missing(sampled)
+        state = self._take_state(batch)
+        first = []
+        for slot, request in enumerate(turn):
+            request.start()
+            state, token = programs.admit(state, slot, request)
+            first.append(token)
+        for request, token in zip(turn, jax.device_get(first), strict=True):
+            request.take_first(int(token))
+        yield
+        while running := scheduler.running():
+            state, out = programs.run_rounds(state, sampled, rounds)
+            for slot, request in running:
+                _take_rounds(request, out.tokens[slot].tolist(), out.counts[slot].tolist())
+            yield
+        # a row that met a stop string still runs on the device
+        self._state = replace(state, done=jnp.ones_like(state.done))
+
+    def _take_state(self, batch: int) -> DecodeState:
+        """The state of the turn before where it has the size; else a new one in its place.
+
+        The engine lets go of it: after an error or a stream that was not finished it is gone.
+        """
+        state, self._state = self._state, None
+        if state is not None and state.cached.shape[0] == batch:
+            return state
+        del state  # its memory must be free before the new one takes its own
+        return init_state(self.config, batch)
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
+        ids = self._encode(name, prompt)
+        limit, total = self.config.decode.max_length, len(ids) + params.max_tokens
+        if total > limit:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, with max_tokens {params.max_tokens} that makes"
+                f" {total}, above max_length {limit}; shorten it, lower max_tokens or load with a"
+                " larger max_length"
+            )
+        stop_ids = set(params.stop_token_ids) | set(() if params.ignore_eos else self.stop_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(stop_ids)} stop tokens are above the limit of {MAX_STOP_IDS}")
+        if params.stop:
+            self._tokenizer_for("stop strings")
+        return Request(
+            prompt_ids=ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            stop_ids=sorted(stop_ids),
+            text=TextStream(self.tokenizer, params.stop),
+        )
+
+    def _encode(self, name: str, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._tokenizer_for("a prompt of text").encode(prompt)
+        else:
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError:
+                raise ValueError(
+                    f"{name} must be a string or a list of token ids, got {prompt!r}"
+                ) from None
+        if not ids:
+            raise ValueError(f"{name} is empty; give at least one token")
+        size = self.config.target.vocab_size
+        outside = next((token for token in ids if not 0 <= token < size), None)
+        if outside is not None:
+            raise ValueError(f"{name} holds id {outside}, outside the vocabulary of {size}")
+        return ids
+
+    def _tokenizer_for(self, purpose: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{purpose} needs a tokenizer, and the checkpoint has none; give token ids"
+            )
+        return self.tokenizer
+
+
+def _take_rounds(request: Request, tokens: list[list[int]], counts: list[list[int]]) -> None:
+    for row, (emitted, accepted, proposed, done) in zip(tokens, counts, strict=True):
+        if emitted and request.finish_reason is None:
+            request.take_round(row[:emitted], accepted, proposed, bool(done))

@@ -1,0 +1,177 @@
+"""What a run takes on its device: summed before any weight is read, held against what is free."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dspark_jax.cache import cache_bytes, capacity
+from dspark_jax.config import LayersConfig, ModelConfig
+from dspark_jax.draft import Draft
+from dspark_jax.layers import abstract_params
+from dspark_jax.target import Target
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_SAMPLED_LAWS = 8  # float32 arrays of T x V alive at once when laws are filtered and sorted
+
+
+class DeviceMemoryError(ValueError):
+    """Weights, cache and workspace do not fit the device."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of a run."""
+
+    weights: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.workspace
+
+    def __str__(self) -> str:
+        return (
+            f"{show_bytes(self.total)} (weights {show_bytes(self.weights)}, cache"
+            f" {show_bytes(self.cache)}, workspace {show_bytes(self.workspace)})"
+        )
+
+
+def plan_memory(config: ModelConfig, max_batch: int) -> MemoryPlan:
+    """Sum weights, caches of `max_batch` slots, and an upper bound of the working arrays."""
+    rows, size = capacity(config), ITEMSIZE[config.dtype]
+    stacks = [config.target.layers, *([config.draft.layers] if config.draft else [])]
+    caches = [cache_bytes(layers, 1, rows, size) for layers in stacks]
+    return MemoryPlan(
+        weights=weight_bytes(config),
+        cache=max_batch * sum(caches),
+        workspace=sum(caches) + max(_prefill_bytes(config), _round_bytes(config, max_batch)),
+    )
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of both networks' parameters; what the draft borrows from the target counts once."""
+    trees: list[Any] = [abstract_params(Target, config.target, config.dtype)]
+    if config.draft:
+        trees.append(abstract_params(Draft, config.draft, config.dtype))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
+
+
+def check_memory(config: ModelConfig, max_batch: int, free: int | None) -> MemoryPlan:
+    """The plan, where it fits `free` bytes (None: unknown, everything fits).
+
+    Raises DeviceMemoryError with the sum, the free memory and the largest max_length that fits.
+    """
+    plan = plan_memory(config, max_batch)
+    if free is None or plan.total <= free:
+        return plan
+    longest = largest_max_length(config, max_batch, free)
+    if longest:
+        advice = f"max_length {longest} is the largest that fits"
+    elif max_batch > 1:
+        advice = "no max_length fits; lower max_batch, take a smaller model or a larger device"
+    else:
+        advice = "no max_length fits; take a smaller model or a larger device"
+    raise DeviceMemoryError(
+        f"max_length {config.decode.max_length} with max_batch {max_batch} needs {plan}, but the"
+        f" device has {show_bytes(free)} free; {advice}"
+    )
+
+
+def largest_max_length(config: ModelConfig, max_batch: int, free: int) -> int:
+    """The largest max_length whose plan fits `free` bytes; 0 where none does."""
+
+    def fits(length: int) -> bool:
+        shorter = replace(config, decode=replace(config.decode, max_length=length))
+        return plan_memory(shorter, max_batch).total <= free
+
+    low, high = 1, config.decode.max_length  # `low` fits or is below every length, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low if low > 1 else 0
+
+
+def free_memory(device: jax.Device) -> int | None:
+    """Bytes that the device can still take; None where neither jax nor the system says."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return _free_host_memory() if device.platform == "cpu" else None
+
+
+def _free_host_memory() -> int | None:
+    limits = [_available_memory(), _cgroup_room()]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def _available_memory() -> int | None:
+    """MemAvailable on Linux; elsewhere all physical memory, where the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+        return int(kilobytes) * 1024
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's memory limit leaves; page cache counts as free."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - used + int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):  # no limit reads "max"
+        return None
+
+
+def _prefill_bytes(config: ModelConfig) -> int:
+    """One slot, one chunk of rows; logits of the last row only."""
+    chunk = config.decode.prefill_chunk
+    networks = _rows_bytes(config, config.target.layers, 1, chunk)
+    features = len(config.draft.taps) * config.target.layers.hidden_size if config.draft else 0
+    context = 0
+    if config.draft:
+        layers = config.draft.layers
+        context = 2 * layers.num_layers * layers.num_kv_heads * layers.head_dim
+    wide = chunk * (2 * features + 2 * context) * 4
+    return networks + wide + _SAMPLED_LAWS * config.target.vocab_size * 4
+
+
+def _round_bytes(config: ModelConfig, batch: int) -> int:
+    """All slots, one block of rows; logits and laws of every row."""
+    rows, decode = config.decode.step_rows, config.decode
+    networks = _rows_bytes(config, config.target.layers, batch, rows)
+    arrays = _SAMPLED_LAWS if decode.sampled else 2
+    laws = arrays * batch * rows * config.target.vocab_size * 4
+    features = batch * rows * (len(config.draft.taps) if config.draft else 0)
+    return networks + laws + 2 * features * config.target.layers.hidden_size * 4
+
+
+def _rows_bytes(config: ModelConfig, layers: LayersConfig, batch: int, rows: int) -> int:
+    """Activations of one decoder layer and the attention scores over a full cache."""
+    heads = (layers.num_heads + 2 * layers.num_kv_heads) * layers.head_dim
+    width = 6 * layers.hidden_size + 3 * layers.intermediate_size + 3 * heads
+    scores = 3 * layers.num_heads * capacity(config)
+    float_cache = 2 * layers.num_kv_heads * layers.head_dim * capacity(config)
+    return batch * 4 * (rows * (width + scores) + float_cache)
+
+
+def show_bytes(count: int) -> str:
+    """Bytes for a reader: 23.4 GB, 912 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"

@@ -1,0 +1,260 @@
+"""The engine against an independent driver of the jitted entry points, and its own promises."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dspark_jax.engine import Engine
+from dspark_jax.programs import Programs
+from dspark_jax.request import SamplingParams
+from dspark_jax.text import open_tokenizer
+from tests.tiny import Request, plain_config, random_params, run_alone, tiny_config
+
+DEMO = Path(__file__).parent.parent / "dspark_jax" / "demo" / "target"
+CONFIG = tiny_config(vocab=17)
+VOCABULARY = CONFIG.target.vocab_size
+PARAMS = random_params(CONFIG, scale=0.15)  # mild logits: drafts are accepted now and then
+PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], list(range(9)), [5] * 17]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(CONFIG, PARAMS, max_batch=2)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """An engine with the vocabulary and the tokenizer of the embedded pair, random weights."""
+    config = tiny_config(vocab=4096)
+    tokenizer = open_tokenizer(DEMO)
+    return Engine(config, random_params(config, scale=0.15), tokenizer, stop_ids=[0], max_batch=1)
+
+
+def alone(prompt, params, stop_ids=()):
+    request = Request(
+        prompt,
+        params.max_tokens,
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        params.min_p,
+        params.seed or 0,
+        stop_ids,
+    )
+    return run_alone(CONFIG, PARAMS, request)
+
+
+def check(result, expected):
+    assert result.token_ids == expected.tokens
+    assert result.acceptance_lengths == expected.acceptance_lengths
+    assert result.proposal_lengths == expected.proposal_lengths
+
+
+def test_prompts_in_turns_equal_their_solo_runs(engine):
+    params = SamplingParams(max_tokens=12)
+    results = engine.generate(PROMPTS, params)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        check(result, alone(prompt, params))
+        assert result.prompt_tokens == len(prompt)
+        assert result.finish_reason == "length"
+        assert result.text == ""
+        accepted = sum(result.from_draft)
+        assert sum(result.accepted_drafts) >= accepted > 0 or accepted == 0
+    assert any(any(result.from_draft) for result in results)
+
+
+def test_rows_of_different_settings_equal_their_solo_runs(engine):
+    settings = [
+        SamplingParams(max_tokens=7, temperature=0.9, seed=2**63 + 5),
+        SamplingParams(max_tokens=12, temperature=0.0, seed=1),
+        SamplingParams(max_tokens=3, temperature=1.3, top_k=4, top_p=0.9, min_p=0.01, seed=1),
+        SamplingParams(max_tokens=1, temperature=0.7, top_k=10**12, seed=3),
+        SamplingParams(max_tokens=9, temperature=1e-6, seed=4),
+    ]
+    for prompt, params, result in zip(
+        PROMPTS, settings, engine.generate(PROMPTS, settings), strict=True
+    ):
+        check(result, alone(prompt, replace(params, top_k=min(params.top_k, VOCABULARY))))
+        assert result.seed == params.seed
+
+
+def test_a_stream_joins_to_the_result(engine):
+    params = SamplingParams(max_tokens=11, temperature=0.8, seed=7)
+    (result,) = engine.generate([PROMPTS[3]], params)
+    chunks = list(engine.stream(PROMPTS[3], params))
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == "length"
+    assert len(chunks) == 1 + len(result.acceptance_lengths)
+    drafted = [origin == "draft" for chunk in chunks for origin in chunk.origins]
+    assert drafted == result.from_draft
+
+
+def test_plain_decoding_gives_the_greedy_tokens_of_the_pair(engine):
+    plain = Engine(plain_config(CONFIG), {"target": PARAMS["target"]}, max_batch=2)
+    params = SamplingParams(max_tokens=12)
+    for mine, theirs in zip(
+        plain.generate(PROMPTS[:2], params), engine.generate(PROMPTS[:2], params), strict=True
+    ):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.acceptance_lengths == [1] * 12
+        assert mine.proposal_lengths == [0] * 12
+        assert mine.from_draft == [False] * 12
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_result(engine):
+    params = SamplingParams(max_tokens=8, temperature=1.0)
+    first, second = engine.generate([[1, 2], [1, 2]], params)
+    assert first.seed != second.seed
+    (again,) = engine.generate([[1, 2]], replace(params, seed=first.seed))
+    assert again.token_ids == first.token_ids
+
+
+def test_stop_tokens_add_to_the_models_own_and_ignore_eos_drops_only_those(engine):
+    params = SamplingParams(max_tokens=12)
+    tokens = engine.generate([PROMPTS[4]], params)[0].token_ids
+    distinct = list(dict.fromkeys(tokens))
+    own, extra = distinct[2], distinct[1]
+    model = Engine(CONFIG, PARAMS, stop_ids=[own], max_batch=1)
+    model._programs = {1: engine._programs[1]}
+
+    def output(**options):
+        result = model.generate([PROMPTS[4]], replace(params, **options))[0]
+        return result.token_ids, result.finish_reason
+
+    assert output() == (tokens[: tokens.index(own) + 1], "stop")
+    assert output(stop_token_ids=[extra]) == (tokens[: tokens.index(extra) + 1], "stop")
+    assert output(ignore_eos=True) == (tokens, "length")
+    assert output(ignore_eos=True, stop_token_ids=[extra])[1] == "stop"
+
+
+def test_prompt_and_output_may_fill_max_length_exactly(engine):
+    prompt = [1 + i % 15 for i in range(50)]
+    params = SamplingParams(max_tokens=14)
+    check(engine.generate([prompt], params)[0], alone(prompt, params))
+    with pytest.raises(ValueError, match=r"50 tokens.*max_tokens 15.*65.*max_length 64"):
+        engine.generate([prompt], replace(params, max_tokens=15))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[1], []], "prompt 1 is empty"),
+        ([[1, 17]], "prompt 0 holds id 17, outside the vocabulary of 17"),
+        ([[-1]], "prompt 0 holds id -1"),
+        ([1, 2], "prompt 0 must be a string or a list of token ids"),
+        ([[1.5]], "must be a string or a list of token ids"),
+        ("text", "needs a tokenizer"),
+    ],
+)
+def test_a_wrong_prompt_is_named(engine, prompts, words):
+    with pytest.raises(ValueError, match=words):
+        engine.generate(prompts, SamplingParams(max_tokens=4))
+
+
+def test_other_wrong_calls_are_named(engine):
+    with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
+        engine.generate([[1]], [SamplingParams()] * 2)
+    with pytest.raises(ValueError, match="stop strings needs a tokenizer"):
+        engine.generate([[1]], SamplingParams(max_tokens=4, stop="x"))
+    with pytest.raises(ValueError, match="65 stop tokens are above the limit of 64"):
+        engine.generate([[1]], SamplingParams(max_tokens=4, stop_token_ids=range(65)))
+    with pytest.raises(ValueError, match="chat needs a tokenizer"):
+        engine.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="max_batch must be at least 1"):
+        Engine(CONFIG, PARAMS, max_batch=0)
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        engine.stream([])  # at the call, not at the first chunk
+
+
+def test_numpy_ids_and_no_prompts(engine):
+    params = SamplingParams(max_tokens=4)
+    assert engine.generate([np.array([3])], params)[0].token_ids == (
+        engine.generate([[3]], params)[0].token_ids
+    )
+    assert engine.generate([]) == []
+
+
+def test_an_open_stream_refuses_a_second_call_and_closing_it_frees_the_engine(engine):
+    params = SamplingParams(max_tokens=12)
+    stream = engine.stream(PROMPTS[2], params)
+    next(stream)
+    with pytest.raises(RuntimeError, match="still open"):
+        engine.generate([[1]], params)
+    stream.close()
+    check(engine.generate([PROMPTS[2]], params)[0], alone(PROMPTS[2], params))
+    for _ in engine.stream(PROMPTS[2], params):
+        break  # dropped and thereby closed
+    check(engine.generate([PROMPTS[2]], params)[0], alone(PROMPTS[2], params))
+
+
+def test_an_error_in_a_call_does_not_spoil_the_next_one(engine, monkeypatch):
+    params = SamplingParams(max_tokens=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(Programs, "run_rounds", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([PROMPTS[2]], params)
+    check(engine.generate([PROMPTS[2]], params)[0], alone(PROMPTS[2], params))
+
+
+def test_seconds_leave_compilation_out(engine, monkeypatch):
+    monkeypatch.setattr(Programs, "compile_missing", lambda *_: time.sleep(1.0))
+    (result,) = engine.generate([[3]], SamplingParams(max_tokens=4))
+    assert 0 < result.seconds < 1.0
+
+
+def test_only_what_is_used_is_compiled():
+    small = Engine(CONFIG, PARAMS, max_batch=4)
+    small.generate([[1]], SamplingParams(max_tokens=2))
+    assert {batch: set(p._compiled) for batch, p in small._programs.items()} == {
+        1: {"admit", "prefill", "greedy rounds"}
+    }
+
+
+def test_strings_stops_and_text(texts):
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    (free,) = texts.generate("def f(x):", params)
+    tokenizer = texts.tokenizer
+    assert free.text == tokenizer.decode(free.token_ids)
+    assert free.prompt_tokens == len(tokenizer.encode("def f(x):"))
+    assert "".join(chunk.text for chunk in texts.stream("def f(x):", params)) == free.text
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 6]
+    (cut,) = texts.generate("def f(x):", replace(params, stop=stop))
+    ends = [n for n in range(41) if stop in tokenizer.decode(free.token_ids[:n])]
+    assert cut.finish_reason == "stop"
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.token_ids == free.token_ids[: ends[0]]
+    assert sum(cut.acceptance_lengths) + 1 == len(cut.token_ids)
+    streamed = list(texts.stream("def f(x):", replace(params, stop=stop)))
+    assert "".join(chunk.text for chunk in streamed) == cut.text
+    assert (streamed[-1].finish_reason, texts.generate([[5]], params)[0].finish_reason) == (
+        "stop",
+        "length",
+    )
+
+
+def test_defaults_apply_where_a_call_names_no_params(texts):
+    texts.defaults = SamplingParams(max_tokens=3, seed=5)
+    try:
+        (result,) = texts.generate([[5, 6]])
+    finally:
+        texts.defaults = SamplingParams()
+    assert (len(result.token_ids), result.seed) == (3, 5)
+
+
+def test_chat_lets_the_template_alone_add_special_tokens(texts, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        texts.tokenizer, "render_chat", lambda messages, thinking: f"[{messages}{thinking}]"
+    )
+    monkeypatch.setattr(texts, "generate", lambda prompts, params: seen.append(prompts))
+    message = {"role": "user", "content": "hi"}
+    texts.chat([message], SamplingParams())
+    texts.chat([[message], [message]], enable_thinking=True)
+    one = texts.tokenizer.encode(f"[{[message]}False]", special_tokens=False)
+    two = texts.tokenizer.encode(f"[{[message]}True]", special_tokens=False)
+    assert seen == [[one], [two, two]]
