@@ -17,7 +17,15 @@ from dspark_jax.cache import allocate, capacity, read_slot, write_slot
 from dspark_jax.config import LayersConfig, ModelConfig
 from dspark_jax.draft import Draft, block_tokens, propose, sampled_rows
 from dspark_jax.layers import bind
-from dspark_jax.sampling import Stream, draw, gumbel_noise, is_greedy, stream_keys, token_law
+from dspark_jax.sampling import (
+    Stream,
+    draw,
+    gumbel_noise,
+    is_greedy,
+    largest,
+    stream_keys,
+    token_law,
+)
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
@@ -152,7 +160,7 @@ def first_token(
         return draw(law, gumbel_noise(keys, law.shape[-1]))[0]
 
     def greedy(logits: Array) -> Array:
-        return jnp.argmax(logits[0, 0])
+        return largest(logits[0, 0])
 
     return jax.lax.cond(is_greedy(sampling)[0], greedy, sampled, logits).astype(jnp.int32)
 

@@ -25,7 +25,15 @@ from dspark_jax.layers import (
     rope_table,
 )
 from dspark_jax.markov import MarkovHead, walk
-from dspark_jax.sampling import Stream, draw, gumbel_noise, one_hot_law, stream_keys, token_law
+from dspark_jax.sampling import (
+    Stream,
+    draw,
+    gumbel_noise,
+    largest,
+    one_hot_law,
+    stream_keys,
+    token_law,
+)
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
 from pallas_kernels.context_kv import context_kv
 
@@ -192,7 +200,7 @@ def propose(
 
 
 def _greedy_choice(slot: Array, logits: Float[Array, "B M"]) -> tuple[Array, Array]:
-    return jnp.argmax(logits, axis=-1), jnp.zeros((logits.shape[0], 0), jnp.float32)
+    return largest(logits), jnp.zeros((logits.shape[0], 0), jnp.float32)
 
 
 def _sampled_choice(

@@ -58,9 +58,18 @@ def coins(sampling: Sampling, anchor: Int[Array, " B"], count: int) -> Float[Arr
     return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))(keys)
 
 
+def largest(values: Float[Array, "*rows M"]) -> Int[Array, "*rows"]:
+    """Index of the first largest value: argmax as two plain reductions, which a CPU vectorises."""
+    size = values.shape[-1]
+    best = jnp.max(values, axis=-1, keepdims=True)
+    places = jnp.where(values == best, jnp.arange(size, dtype=jnp.int32), size)
+    # A row of NaN has no largest value; the clip keeps its index a legal id.
+    return jnp.minimum(jnp.min(places, axis=-1), size - 1)
+
+
 def draw(law: Float[Array, "*rows M"], noise: Float[Array, "*rows M"]) -> Int[Array, "*rows"]:
-    """Gumbel-max draw: argmax(log law + noise); an id of probability zero is never drawn."""
-    return jnp.argmax(jnp.where(law > 0, jnp.log(law) + noise, -jnp.inf), axis=-1)
+    """Gumbel-max draw: the largest log law + noise; an id of probability zero is never drawn."""
+    return largest(jnp.where(law > 0, jnp.log(law) + noise, -jnp.inf))
 
 
 def is_greedy(sampling: Sampling) -> Bool[Array, " B"]:
@@ -69,7 +78,7 @@ def is_greedy(sampling: Sampling) -> Bool[Array, " B"]:
 
 def one_hot_law(logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
     """All probability on the first largest logit."""
-    return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jax.nn.one_hot(largest(logits), logits.shape[-1], dtype=jnp.float32)
 
 
 def token_law(

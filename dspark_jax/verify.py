@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecodeConfig
-from dspark_jax.sampling import Stream, coins, draw, gumbel_noise, stream_keys, token_law
+from dspark_jax.sampling import Stream, coins, draw, gumbel_noise, largest, stream_keys, token_law
 from dspark_jax.state import DecodeState, Proposal, StepOutput
 
 LEAST_MASS = 1e-8  # a residual lighter than this is rounding: draw from the target's law
@@ -39,7 +39,7 @@ def verify_greedy(
     logits: Float[Array, "B T V"], proposal: Proposal
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Accept while the draft is the target's argmax; no law is built."""
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = largest(logits)
     accepted = accepted_prefix(proposal.tokens == best[:, :-1], proposal.length)
     return accepted, _at(best, accepted)
 
