@@ -1,0 +1,345 @@
+"""Every packaging resolves to the same settings and the same parameters."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from convert import CheckpointError
+from convert.apply import load_draft_params, load_target_params
+from convert.draft_settings import spaced_taps
+from convert.packaging import (
+    DraftOverrides,
+    DraftSource,
+    read_draft,
+    read_target,
+    share_with_target,
+)
+from tests.checkpoints import (
+    DIALECTS,
+    TinyPair,
+    reduce_vocabulary,
+    save_json,
+    save_tensors,
+    speculators,
+    write_draft,
+    write_target,
+    z_lab,
+)
+
+
+def read_pair(
+    folder: Path,
+    pair: TinyPair,
+    dialect: str,
+    overrides: DraftOverrides | None = None,
+    **changes: Any,
+) -> DraftSource:
+    target = read_target(write_target(folder / "target", pair))
+    draft = read_draft(write_draft(folder / dialect, pair, dialect, **changes), target, overrides)
+    return share_with_target(draft, target)
+
+
+def assert_same_trees(first: Any, second: Any) -> None:
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+DSPARK = ("torchspec", "torchspec-native", "speculators", "specforge", "specforge-old")
+
+
+@pytest.mark.parametrize("dialect", DSPARK)
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
+def test_a_dspark_draft_is_the_same_in_every_packaging(
+    tmp_path: Path, dialect: str, markov: str
+) -> None:
+    pair = TinyPair(markov=markov, confidence="hidden" if markov == "rnn" else "markov")
+    ours = read_pair(tmp_path / "ours", pair, "deepspec")
+    overrides = DraftOverrides(block_size=pair.block if dialect == "torchspec" else None)
+    theirs = read_pair(tmp_path / "theirs", pair, dialect, overrides)
+    assert theirs.config == ours.config
+    assert ours.config.markov == markov
+    assert not ours.config.own_head
+    assert_same_trees(load_draft_params(ours, "float32"), load_draft_params(theirs, "float32"))
+
+
+@pytest.mark.parametrize("dialect", ["z-lab", "z-lab-new"])
+def test_a_dflash_draft_is_rank_zero_without_the_anchor_row(tmp_path: Path, dialect: str) -> None:
+    pair = TinyPair(markov="none", confidence="none")
+    shifted = DraftOverrides(sample_from_anchor=False)
+    ours = read_pair(tmp_path / "ours", pair, "deepspec", shifted)
+    theirs = read_pair(tmp_path / "theirs", pair, dialect)
+    assert theirs.config == ours.config
+    assert theirs.config.max_drafts == pair.block - 1
+    assert_same_trees(load_draft_params(ours, "float32"), load_draft_params(theirs, "float32"))
+
+
+def test_every_packaging_is_named_with_its_mark(tmp_path: Path) -> None:
+    expected = {
+        "deepspec": "deepspec (architecture Qwen3DSparkModel)",
+        "torchspec-native": "torchspec (config.json: target_num_hidden_layers)",
+        "speculators": "speculators (config.json: speculators_model_type)",
+        "specforge": "specforge (dflash_config.projector_type without a speculators key)",
+        "z-lab": "z-lab (architecture DFlashDraftModel without a Markov head)",
+    }
+    for dialect, words in expected.items():
+        pair = TinyPair()
+        assert read_pair(tmp_path / dialect, pair, dialect).packaging == words
+    assert set(expected) < set(DIALECTS)
+
+
+def test_settings_name_the_key_they_came_from(tmp_path: Path) -> None:
+    settings = read_pair(tmp_path, TinyPair(), "speculators").settings
+    assert settings["target_layer_ids"].value == [0, 2, 3]
+    assert settings["target_layer_ids"].origin == "config.json: aux_hidden_state_layer_ids - 1"
+    assert settings["hidden_size"].origin == "config.json: transformer_layer_config.hidden_size"
+    assert settings["rope_theta"] == (10000.0, "class default")
+    nested = read_pair(tmp_path / "n", TinyPair(), "specforge").settings
+    assert nested["mask_token_id"].origin == "config.json: dflash_config.mask_token_id"
+    assert nested["enable_confidence_head"].origin.endswith("dflash_config.confidence_head_alpha")
+
+
+LAYOUTS = [
+    # dialect, keys, speculative tokens, sampled from the anchor, a warning
+    ("deepspec", {}, None, True, False),
+    ("deepspec", {"sample_from_anchor": False}, None, False, False),
+    ("specforge", {}, None, True, False),
+    ("z-lab", {}, None, False, False),
+    ("z-lab", {"sample_from_anchor": True}, None, True, False),
+    ("speculators", {"sample_from_anchor": False}, 4, False, False),
+    ("speculators", {"sample_from_anchor": None}, 5, True, False),
+    ("speculators", {"sample_from_anchor": None}, 4, False, False),
+    ("speculators", {"sample_from_anchor": None}, 3, True, True),
+    ("speculators", {"sample_from_anchor": None}, None, True, True),
+    ("speculators", {"sample_from_anchor": True}, 4, True, True),
+]
+
+
+@pytest.mark.parametrize(("dialect", "keys", "tokens", "expected", "warned"), LAYOUTS)
+def test_slot_layout(
+    tmp_path: Path, dialect: str, keys: Any, tokens: int | None, expected: bool, warned: bool
+) -> None:
+    methods = [] if tokens is None else [{"speculative_tokens": tokens}]
+    nested = {"speculators_config": {"proposal_methods": methods}}
+    changes = keys | (nested if dialect == "speculators" else {})
+    source = read_pair(tmp_path, TinyPair(), dialect, **changes)
+    assert source.config.sample_from_anchor is expected
+    assert any("anchor" in warning for warning in source.warnings) is warned
+
+
+def test_a_layout_that_cannot_propose_so_many_is_refused(tmp_path: Path) -> None:
+    nested = {"proposal_methods": [{"speculative_tokens": 5}]}
+    changes = {"sample_from_anchor": False, "speculators_config": nested}
+    with pytest.raises(CheckpointError, match="speculative_tokens is 5, but a block of 5"):
+        read_pair(tmp_path, TinyPair(), "speculators", **changes)
+    settled = DraftOverrides(sample_from_anchor=True)
+    source = read_pair(tmp_path / "b", TinyPair(), "speculators", settled, **changes)
+    assert source.config.sample_from_anchor
+    assert "overridden" in source.warnings[1]
+
+
+def test_overrides_win_and_warn(tmp_path: Path) -> None:
+    asked = DraftOverrides(block_size=4, mask_token_id=9, target_layer_ids=(1, 2, 4))
+    source = read_pair(tmp_path, TinyPair(), "deepspec", asked)
+    config = source.config
+    assert (config.block_size, config.mask_token_id, config.taps) == (4, 9, (1, 2, 4))
+    assert len([w for w in source.warnings if "overridden" in w]) == 3
+    assert source.settings["block_size"] == (4, "override")
+
+
+def test_default_taps_are_evenly_spaced(tmp_path: Path) -> None:
+    assert spaced_taps(36, 5) == (1, 9, 17, 25, 33)
+    assert spaced_taps(40, 5) == (1, 10, 19, 28, 37)
+    assert spaced_taps(36, 1) == (18,)
+    assert spaced_taps(28, 8) == (1, 4, 8, 11, 15, 18, 22, 25)  # halves go to even
+    pair = TinyPair(depth=8, draft_depth=3, taps=(1, 3, 5), markov="none", confidence="none")
+    tree, tensors = z_lab(pair)
+    tree["dflash_config"].pop("target_layer_ids")
+    target = read_target(write_target(tmp_path / "target", pair))
+    save_json(tmp_path / "draft" / "config.json", tree)
+    save_tensors(tmp_path / "draft" / "model.safetensors", tensors)
+    assert read_draft(tmp_path / "draft", target).config.taps == (1, 3, 5)
+
+
+@pytest.mark.parametrize("tap_layers", [(-1, 2), (0, 4)])
+def test_taps_reach_from_the_embedding_to_the_last_layer_but_one(
+    tmp_path: Path, tap_layers: tuple[int, ...]
+) -> None:
+    pair = TinyPair(taps=tap_layers)
+    assert read_pair(tmp_path, pair, "deepspec").config.taps == tap_layers
+
+
+def test_a_tap_on_the_last_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"\[0, 2, 5\] reach past layer 4"):
+        read_pair(tmp_path, TinyPair(taps=(0, 2, 5)), "deepspec")
+
+
+def sliding(non_causal: bool | None = None, causal: bool | None = None) -> dict[str, Any]:
+    layer = speculators(TinyPair())[0]["transformer_layer_config"] | {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "use_sliding_window": True,
+    }
+    tree: dict[str, Any] = {"transformer_layer_config": layer}
+    tree |= {} if non_causal is None else {"sliding_window_non_causal": non_causal}
+    return tree | ({} if causal is None else {"is_causal": causal})
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (sliding(), (True, False)),
+        (sliding(non_causal=True), (False, False)),
+        (sliding(causal=True), (True, True)),
+        (sliding(causal=False), (False, False)),
+    ],
+)
+def test_sliding_layers_of_speculators_are_causal_inside_the_block(
+    tmp_path: Path, keys: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    config = read_pair(tmp_path, TinyPair(), "speculators", **keys).config
+    assert config.layers.windows == (16, 0)
+    assert config.causal == expected
+
+
+def test_sliding_layers_of_dflash_see_the_whole_block(tmp_path: Path) -> None:
+    pair = TinyPair(markov="none", confidence="none")
+    window = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "use_sliding_window": True,
+    }
+    config = read_pair(tmp_path, pair, "z-lab", **window).config
+    assert config.layers.windows == (16, 0)
+    assert config.causal == (False, False)
+    causal = {"dflash_config": z_lab(pair)[0]["dflash_config"] | {"causal": True}}
+    assert read_pair(tmp_path / "c", pair, "z-lab", **window, **causal).config.causal == (
+        True,
+        True,
+    )
+
+
+def write_reduced(folder: Path, pair: TinyPair, kept: np.ndarray, **changes: Any) -> Path:
+    tree, tensors = speculators(pair)
+    save_json(folder / "config.json", tree | {"draft_vocab_size": len(kept)} | changes)
+    save_tensors(folder / "model.safetensors", reduce_vocabulary(pair, tensors, kept))
+    return folder
+
+
+def test_a_reduced_vocabulary_keeps_its_own_head_and_absolute_ids(tmp_path: Path) -> None:
+    pair, kept = TinyPair(), np.array([1, 2, 5, 9, 33, 61])
+    target = read_target(write_target(tmp_path / "target", pair))
+    draft = read_draft(write_reduced(tmp_path / "draft", pair, kept), target)
+    draft = share_with_target(draft, target)
+    config = draft.config
+    assert (config.vocab_size, config.draft_vocab_size) == (64, 6)
+    assert (config.own_embedding, config.own_head) == (False, True)
+    params = load_draft_params(draft, "float32")
+    assert params["draft_to_target"].dtype == "int32"
+    np.testing.assert_array_equal(params["draft_to_target"], kept)
+    assert params["markov_head"]["markov_w1"]["weight"].shape == (64, 8)
+    assert params["markov_head"]["markov_w2"]["weight"].shape == (6, 8)
+
+
+def test_a_padded_head_is_cut_to_the_ids_the_target_has(tmp_path: Path) -> None:
+    pair = TinyPair()
+    target = read_target(write_target(tmp_path / "target", pair))
+    folder = write_draft(tmp_path / "draft", pair)
+    tree, tensors = DIALECTS["deepspec"](pair)
+    for name in ("lm_head.weight", "embed_tokens.weight", "markov_head.markov_w1.weight"):
+        padding = np.zeros((16, tensors[name].shape[1]), tensors[name].dtype)
+        tensors[name] = np.concatenate([tensors[name], padding])
+    save_tensors(folder / "model.safetensors", tensors)
+    save_json(folder / "config.json", tree | {"vocab_size": 80})
+    padded = read_draft(folder, target)
+    assert padded.config.draft_vocab_size == padded.config.vocab_size == 64
+    assert any("80 rows, of which the first 64 are used" in w for w in padded.warnings)
+    params = load_draft_params(padded, "float32")
+    assert params["lm_head"]["weight"].shape == (64, 32)
+    np.testing.assert_array_equal(params["lm_head"]["weight"], pair.head().astype(np.float32))
+
+
+def test_a_confidence_head_without_a_bias_gets_zero(tmp_path: Path) -> None:
+    pair = TinyPair()
+    target = read_target(write_target(tmp_path / "target", pair))
+    folder = write_draft(tmp_path / "draft", pair, "specforge")
+    tensors = dict(pair.draft)
+    tensors.pop("confidence_head.proj.bias")
+    save_tensors(folder / "model.safetensors", tensors)
+    params = load_draft_params(read_draft(folder, target), "float32")
+    assert params["confidence_head"]["proj"]["bias"].tolist() == [0.0]
+
+
+def test_own_embedding_and_head_stay_where_they_differ(tmp_path: Path) -> None:
+    pair = TinyPair()
+    target = read_target(write_target(tmp_path / "target", pair))
+    for embedding, head in itertools.product([True, False], repeat=2):
+        folder = tmp_path / f"{embedding}{head}"
+        tree, tensors = DIALECTS["deepspec"](pair)
+        tensors = {n: np.array(x) for n, x in tensors.items()}
+        tensors["embed_tokens.weight"][-1, -1] += 1 if embedding else 0
+        tensors["lm_head.weight"][0, 0] += 1 if head else 0
+        save_json(folder / "config.json", tree)
+        save_tensors(folder / "model.safetensors", tensors)
+        shared = share_with_target(read_draft(folder, target), target)
+        assert (shared.config.own_embedding, shared.config.own_head) == (embedding, head)
+        params = load_draft_params(shared, "float32")
+        assert ("embed_tokens" in params, "lm_head" in params) == (embedding, head)
+        reasons = [entry.reason for entry in shared.ignored]
+        assert reasons.count("equal to the target's, which is shared") == 2 - embedding - head
+
+
+def test_a_tied_target_lends_its_embedding_as_the_head(tmp_path: Path) -> None:
+    pair = TinyPair(tied=True)
+    source = read_pair(tmp_path, pair, "deepspec")
+    assert not source.config.own_head
+    target = read_target(tmp_path / "target")
+    assert "lm_head" not in load_target_params(target, "float32")
+
+
+def test_a_stored_head_of_a_tied_target_must_be_the_embedding(tmp_path: Path) -> None:
+    pair = TinyPair(tied=True)
+    folder = write_target(tmp_path, pair)
+    tensors = {f"model.{n}": x for n, x in pair.target.items()}
+    tensors["lm_head.weight"] = np.array(pair.head())
+    save_tensors(folder / "model.safetensors", tensors)
+    load_target_params(read_target(folder), "float32")
+    tensors["lm_head.weight"][3, 3] += 1
+    save_tensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match="differs from"):
+        load_target_params(read_target(folder), "float32")
+
+
+def test_unknown_keys_are_named(tmp_path: Path) -> None:
+    source = read_pair(tmp_path, TinyPair(), "deepspec", surprising_gate=2)
+    assert any("surprising_gate" in warning for warning in source.warnings)
+
+
+def test_target_types_differ_in_norms_and_biases(tmp_path: Path) -> None:
+    pair = TinyPair()
+    plain = {n: x for n, x in pair.target.items() if "q_norm" not in n and "k_norm" not in n}
+    biased = dict(plain)
+    for layer, (part, rows) in itertools.product(range(6), [("q", 32), ("k", 16), ("v", 16)]):
+        biased[f"layers.{layer}.self_attn.{part}_proj.bias"] = pair.array(rows)
+    cases = {"llama": plain, "mistral": plain, "qwen2": biased}
+    for model_type, tensors in cases.items():
+        folder = tmp_path / model_type
+        name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}[model_type]
+        architecture = f"{name}ForCausalLM"
+        write_target(
+            folder, pair, model_type=model_type, architectures=[architecture], layer_types=None
+        )
+        save_tensors(folder / "model.safetensors", tensors)
+        config = read_target(folder).config.layers
+        assert not config.qk_norm
+        assert config.qkv_bias is (model_type == "qwen2")
+        assert not config.output_bias
+        assert replace(config, qkv_bias=False).windows == (0,) * 6
