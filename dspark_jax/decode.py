@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.cache import allocate, capacity, read_slot, write_slot
 from dspark_jax.config import LayersConfig, ModelConfig
+from dspark_jax.controls import adjust, admit_controls, count_generated, init_controls, mark_prompt
 from dspark_jax.draft import Draft, block_tokens, propose, sampled_rows
 from dspark_jax.layers import bind
 from dspark_jax.sampling import (
@@ -29,7 +30,10 @@ from dspark_jax.sampling import (
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
+    Controls,
     DecodeState,
+    FirstToken,
+    Logprobs,
     Params,
     Proposal,
     Rounds,
@@ -66,6 +70,7 @@ def init_state(config: ModelConfig, batch: int) -> DecodeState:
             min_p=jnp.zeros((batch,), jnp.float32),
             seed=jnp.zeros((batch, 2), jnp.uint32),
         ),
+        controls=init_controls(batch, config.target.vocab_size if config.decode.controls else 0),
         target=allocate(layers, batch, rows, config.dtype),
         draft=allocate(draft.layers if draft else none, batch, rows if draft else 0, config.dtype),
         context=jnp.zeros((batch, config.decode.step_rows, features), config.dtype),
@@ -90,6 +95,9 @@ def admit(
         done=state.done.at[slot].set(True),
         stop_ids=state.stop_ids.at[slot].set(row.stop_ids),
         sampling=sampling,
+        controls=admit_controls(state.controls, slot, row)
+        if config.decode.controls
+        else state.controls,
         context_len=state.context_len.at[slot].set(0),
     )
 
@@ -103,12 +111,11 @@ def prefill(
     tokens: Int[Array, " chunk"],
     count: Int[Array, ""],
     last: Bool[Array, ""],
-) -> tuple[DecodeState, Int[Array, ""]]:
+) -> tuple[DecodeState, FirstToken]:
     """Run one chunk of a slot's prompt, of which `count` ids are real; rows after them are garbage.
 
     Every prompt row enters the target cache and, as a context row, the draft cache. With `last`
-    the first token is drawn and the row starts to run, unless that token is a stop. Returns the
-    first token (meaningless before the last chunk).
+    the first token is drawn and the row starts to run, unless that token is a stop.
     """
     decode = config.decode
     start = state.cached[slot][None]
@@ -135,34 +142,40 @@ def prefill(
             draft_cache = write_slot(state.draft, part, slot)
         logits = target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
     cached = state.cached[slot] + count
-    first = first_token(logits, jax.tree.map(lambda x: x[slot][None], state.sampling), cached)
+    first, controls = _draw_first(config, logits, state, slot, tokens, count)
     stopped = is_stop(first[None, None], state.stop_ids[slot][None])[0, 0]
-    return (
-        state.replace(
-            cached=state.cached.at[slot].set(cached),
-            anchor=state.anchor.at[slot].set(first),
-            done=state.done.at[slot].set(~last | stopped),
-            target=target_cache,
-            draft=draft_cache,
-        ),
-        first,
+    state = state.replace(
+        cached=state.cached.at[slot].set(cached),
+        anchor=state.anchor.at[slot].set(first),
+        done=state.done.at[slot].set(~last | stopped),
+        controls=controls,
+        target=target_cache,
+        draft=draft_cache,
     )
+    logprobs = report_logprobs(logits, first[None, None], decode.logprobs)
+    return state, FirstToken(first, jax.tree.map(lambda x: x[0, 0], logprobs))
 
 
-def first_token(
-    logits: Float[Array, "1 1 V"], sampling: Sampling, position: Int[Array, ""]
-) -> Int[Array, ""]:
-    """The token after the prompt, from the target's stream at its position."""
-
-    def sampled(logits: Array) -> Array:
-        keys = stream_keys(sampling, Stream.TARGET, position[None])
-        law = token_law(logits, sampling)[:, 0]
-        return draw(law, gumbel_noise(keys, law.shape[-1]))[0]
-
-    def greedy(logits: Array) -> Array:
-        return largest(logits[0, 0])
-
-    return jax.lax.cond(is_greedy(sampling)[0], greedy, sampled, logits).astype(jnp.int32)
+def _draw_first(
+    config: ModelConfig,
+    logits: Float[Array, "1 1 V"],
+    state: DecodeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " chunk"],
+    count: Int[Array, ""],
+) -> tuple[Int[Array, ""], Controls]:
+    """The token after a slot's rows, and the controls with the chunk in the prompt."""
+    row, stop_ids = jax.tree.map(lambda x: x[slot][None], (state.sampling, state.stop_ids))
+    position = state.cached[slot] + count
+    if not config.decode.controls:
+        return first_token(logits, row, position), state.controls
+    controls = mark_prompt(state.controls, slot, tokens, count)
+    own = jax.tree.map(lambda x: x[slot][None], controls)
+    adjusted = adjust(logits[0], own, own.generated, position[None], stop_ids)
+    first = first_token(adjusted[None], row, position)
+    # Chunks before the last draw too: what they draw is no output.
+    generated = jnp.zeros_like(own.generated[0]).at[first].set(1)
+    return first, controls.replace(generated=controls.generated.at[slot].set(generated))
 
 
 @entry
@@ -199,9 +212,14 @@ def decode_rounds(
     """Up to `rounds` (at most MAX_ROUNDS) rounds in one while loop; ends early when all rows are
     finished. Nothing is read by the host in between."""
     batch, width = state.cached.shape[0], config.decode.step_rows
+    reported = _logprobs_width(config)
     empty = Rounds(
         tokens=jnp.zeros((batch, MAX_ROUNDS, width), jnp.int32),
         counts=jnp.zeros((batch, MAX_ROUNDS, 4), jnp.int32),
+        logprobs=Logprobs(
+            ids=jnp.zeros((batch, MAX_ROUNDS, width, reported), jnp.int32),
+            values=jnp.zeros((batch, MAX_ROUNDS, width, reported), jnp.float32),
+        ),
     )
     most = jnp.minimum(rounds, MAX_ROUNDS)
 
@@ -212,14 +230,17 @@ def decode_rounds(
     def step(carry: tuple[DecodeState, Rounds, Array]) -> tuple[DecodeState, Rounds, Array]:
         state, out, index = carry
         state, one = _decode_round(config, params, state)
-        out = Rounds(
-            tokens=out.tokens.at[:, index].set(one.tokens),
-            counts=out.counts.at[:, index].set(one.counts),
-        )
+        one = Rounds(tokens=one.tokens, counts=one.counts, logprobs=one.logprobs)
+        out = jax.tree.map(lambda all_rounds, x: all_rounds.at[:, index].set(x), out, one)
         return state, out, index + 1
 
     state, out, _ = jax.lax.while_loop(unfinished, step, (state, empty, jnp.int32(0)))
     return state, out
+
+
+def _logprobs_width(config: ModelConfig) -> int:
+    count = min(config.decode.logprobs, config.target.vocab_size)
+    return count + 1 if count else 0
 
 
 def _target(config: ModelConfig, params: Params) -> Target:
@@ -290,18 +311,23 @@ def _verify_step(
     with jax.named_scope("decode_sample"):
         output = verify(logits, proposal, state, config.decode)
         state = commit(state.replace(target=cache), output, tapped)
+        if config.decode.controls:
+            counted = count_generated(state.controls, output.tokens, output.counts[:, 0])
+            state = state.replace(controls=counted)
     return state, output
 
 
 def commit(state: DecodeState, output: StepOutput, tapped: Float[Array, "B T CD"]) -> DecodeState:
-    """Advance `cached`; a row that was finished before the round stays as it was."""
+    """Advance `cached`, not past the limit; a row that was finished before stays as it was."""
     emitted, finished = output.counts[:, 0], state.done
+    advance = jnp.minimum(emitted, state.limit - state.cached)
     places = jnp.maximum(emitted - 1, 0)[:, None]
     anchor = jnp.take_along_axis(output.tokens, places, axis=1)[:, 0]
     return state.replace(
-        cached=jnp.where(finished, state.cached, jnp.minimum(state.cached + emitted, state.limit)),
+        cached=jnp.where(finished, state.cached, state.cached + advance),
         anchor=jnp.where(finished, state.anchor, anchor),
         done=output.counts[:, 3] > 0,
         context=jnp.where(finished[:, None, None], state.context, tapped),
-        context_len=jnp.where(finished, state.context_len, emitted),
+        # Cut like `cached`: the next draft writes the context at their difference.
+        context_len=jnp.where(finished, state.context_len, advance),
     )
