@@ -8,7 +8,7 @@ from dspark_jax.shadow import refuse_shadows
 refuse_shadows("pallas_kernels")  # everything that computes imports it
 
 _HOMES = {
-    "load": "dspark_jax.load",
+    "load": "dspark_jax.loading",
     "Engine": "dspark_jax.engine",
     "Result": "dspark_jax.request",
     "Chunk": "dspark_jax.request",
@@ -22,4 +22,6 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dspark_jax' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -179,6 +179,8 @@ class DecodeConfig:
     draft_top_k: int = 0
     draft_truncation: bool = False
     sampled: bool = True  # False: every row is greedy; no noise, no law of the whole vocabulary
+    controls: bool = False  # rows may bring a bias, penalties or a least length
+    logprobs: int = 0  # most likely tokens to report; 0 = report nothing at all
     implementation: Literal["xla", "pallas"] = "xla"
 
     def __post_init__(self) -> None:
@@ -189,6 +191,13 @@ class DecodeConfig:
             0.0 <= self.confidence_threshold <= 1.0,
             f"confidence_threshold must be within 0 and 1, got {self.confidence_threshold}",
         )
+        for name, choices in (
+            ("rejection", ("token", "block", "gumbel")),
+            ("draft_sampling", ("probabilistic", "greedy")),
+        ):
+            value = getattr(self, name)
+            _require(value in choices, f"{name} must be one of {choices}, got {value!r}")
+        _require(self.logprobs >= 0, f"logprobs cannot be negative: {self.logprobs}")
         _require(self.draft_top_k >= 0, f"draft_top_k cannot be negative: {self.draft_top_k}")
 
     @property
@@ -207,6 +216,10 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        _require(
+            self.dtype in ("float32", "bfloat16"),
+            f"dtype must be float32 or bfloat16, got {self.dtype!r}",
+        )
         draft, drafts = self.draft, self.decode.num_drafts
         if draft is None:
             _require(drafts == 0, f"num_drafts is {drafts}, but there is no draft")

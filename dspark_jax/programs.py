@@ -15,7 +15,16 @@ from dspark_jax import decode
 from dspark_jax.config import ModelConfig
 from dspark_jax.request import SamplingParams
 from dspark_jax.scheduler import Request
-from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, Params, Rounds, RowSettings
+from dspark_jax.state import (
+    MAX_BIAS_IDS,
+    MAX_ROUNDS,
+    MAX_STOP_IDS,
+    DecodeState,
+    FirstToken,
+    Params,
+    Rounds,
+    RowSettings,
+)
 from dspark_jax.text import TextStream
 
 
@@ -52,7 +61,9 @@ class Programs:
             compiled = pool.map(lambda one: one.compile(), lowered.values())
             self._compiled |= zip(lowered, compiled, strict=True)
 
-    def admit(self, state: DecodeState, slot: int, request: Request) -> tuple[DecodeState, Any]:
+    def admit(
+        self, state: DecodeState, slot: int, request: Request
+    ) -> tuple[DecodeState, FirstToken]:
         """Give a slot to a request and run its prompt; returns the state and its first token."""
         chunk = self.config.decode.prefill_chunk
         prompt = np.asarray(request.prompt_ids, np.int32)
@@ -80,22 +91,31 @@ class Programs:
 
     def _row(self, request: Request) -> RowSettings:
         params = request.params
-        settings: dict[str, Any] = dict(
-            prompt_length=np.int32(len(request.prompt_ids)),
-            max_tokens=np.int32(params.max_tokens),
-            temperature=np.float32(0.0 if params.greedy else params.temperature),
-            top_p=np.float32(params.top_p),
-            top_k=np.int32(min(params.top_k, self.config.target.vocab_size)),
-            min_p=np.float32(params.min_p),
-            seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-            stop_ids=_padded(request.stop_ids),
-        )
+        bias = params.logit_bias or {}
+        settings: dict[str, Any] = {
+            "prompt_length": np.int32(len(request.prompt_ids)),
+            "max_tokens": np.int32(params.max_tokens),
+            "temperature": np.float32(0.0 if params.greedy else params.temperature),
+            "top_p": np.float32(params.top_p),
+            "top_k": np.int32(min(params.top_k, self.config.target.vocab_size)),
+            "min_p": np.float32(params.min_p),
+            "seed": np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+            "stop_ids": _padded(request.stop_ids, MAX_STOP_IDS),
+            "min_tokens": np.int32(params.min_tokens),
+            "repetition_penalty": np.float32(params.repetition_penalty),
+            "presence_penalty": np.float32(params.presence_penalty),
+            "frequency_penalty": np.float32(params.frequency_penalty),
+            "bias_ids": _padded(tuple(bias), MAX_BIAS_IDS),
+            "bias_values": np.asarray(
+                [*bias.values()] + [0.0] * (MAX_BIAS_IDS - len(bias)), np.float32
+            ),
+        }
         return RowSettings(**settings)
 
 
-def _padded(stop_ids: Sequence[int]) -> np.ndarray:
-    padded = np.full(MAX_STOP_IDS, -1, np.int32)
-    padded[: len(stop_ids)] = stop_ids
+def _padded(ids: Sequence[int], size: int) -> np.ndarray:
+    padded = np.full(size, -1, np.int32)
+    padded[: len(ids)] = ids
     return padded
 
 

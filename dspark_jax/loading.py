@@ -1,0 +1,254 @@
+"""load(): checkpoints to an engine. The only place where conversion meets the engine."""
+
+from __future__ import annotations
+
+from dspark_jax.shadow import refuse_shadows
+
+refuse_shadows("convert")  # before the imports below could run a stranger's file of that name
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from convert import apply, store
+from convert.hub import resolve_folder
+from convert.packaging import (
+    DraftSource,
+    TargetSource,
+    read_draft,
+    read_target,
+    share_with_target,
+)
+from convert.tokens import stop_token_ids
+from dspark_jax.config import DecodeConfig, DraftConfig, ModelConfig, TargetConfig
+from dspark_jax.engine import Engine
+from dspark_jax.generation_defaults import read_defaults
+from dspark_jax.memory import check_memory, free_memory
+from dspark_jax.request import SamplingParams
+from dspark_jax.state import Params
+from dspark_jax.text import open_tokenizer
+from pallas_kernels.platform import default_device, describe_device, resolve_implementation
+
+EMBEDDED = Path(__file__).parent / "demo"
+CPU_CHUNK, CHUNK = 64, 512  # rows of one prefill call
+DRAFT_OPTIONS = (
+    "confidence_threshold",
+    "rejection",
+    "draft_sampling",
+    "draft_top_k",
+    "draft_truncation",
+)
+
+Dtype = Literal["float32", "bfloat16"]
+Place = str | Path
+Report = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Networks that were understood and not read yet."""
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    folder: Path  # tokenizer and generation settings
+    stop_ids: tuple[int, ...]
+    warnings: tuple[str, ...]
+    read: Callable[[Dtype, Progress | None], Params]
+    share: Callable[[], Checkpoint] | None = None  # compare the draft's copies with the target's
+
+
+def load(
+    target: Place | None = None,
+    draft: Place | Literal[False] | None = None,
+    *,
+    dtype: Dtype | None = None,
+    max_length: int = 4096,
+    max_batch: int = 8,
+    confidence_threshold: float = 0.0,
+    rejection: Literal["token", "block", "gumbel"] = "token",
+    draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic",
+    draft_top_k: int = 0,
+    draft_truncation: bool = False,
+    num_speculative_tokens: int | None = None,
+    implementation: Literal["auto", "pallas", "xla"] = "auto",
+    prefill_chunk: int | None = None,
+    use_generation_config: bool = False,
+    report: Report | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Load a target and its draft, each a local folder or a hub repository id, into an engine.
+
+    Without a target the embedded pair is loaded. A target without a draft is plain decoding; an
+    Orbax store brings its own draft. `draft=False` leaves any draft out.
+
+    dtype: of weights, cache and activations; None is bfloat16 on a GPU or TPU, else float32
+        (which implies the highest matmul precision).
+    max_length: prompt and output together, in tokens; cut to the model's own limit.
+    max_batch: rows decoded at once; memory for all of them is held ready.
+    confidence_threshold: cut a proposal at the first draft of a lower confidence; 0 is off.
+    rejection, draft_sampling, draft_top_k, draft_truncation: how drafts are drawn and judged.
+    num_speculative_tokens: drafts a round; None is all that the block was trained for.
+    implementation: of the kernels; "pallas" is refused where they cannot run.
+    prefill_chunk: prompt rows of one call; None is 64 on a CPU and 512 elsewhere.
+    use_generation_config: take sampling defaults from the checkpoint's generation_config.json.
+    report: called with lines for a reader; the first names device, dtype, implementation and
+        memory. progress: called with (bytes loaded, bytes in all).
+
+    Raises ValueError (CheckpointError, DeviceMemoryError among them) with one sentence that names
+    what is wrong, before any weight is read wherever it can be told from the configuration.
+    """
+    if max_batch < 1:
+        raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+    device = default_device()
+    on_cpu = device.platform == "cpu"
+    checkpoint = _open(target, draft)
+    decode = DecodeConfig(
+        max_length=min(max_length, checkpoint.target.max_length),
+        prefill_chunk=prefill_chunk or (CPU_CHUNK if on_cpu else CHUNK),
+        num_drafts=_num_drafts(checkpoint.draft, num_speculative_tokens),
+        confidence_threshold=confidence_threshold,
+        rejection=rejection,
+        draft_sampling=draft_sampling,
+        draft_top_k=draft_top_k,
+        draft_truncation=draft_truncation,
+        implementation=resolve_implementation(implementation, device),
+    )
+    if checkpoint.draft is None:
+        _refuse_draft_options(decode)
+    kind = dtype or ("float32" if on_cpu else "bfloat16")
+    config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
+    plan = check_memory(config, max_batch, free_memory(device))  # the least that it can be
+    if checkpoint.share:
+        checkpoint = checkpoint.share()
+        config = replace(config, draft=checkpoint.draft)
+        plan = check_memory(config, max_batch, free_memory(device))
+    tell = report or (lambda line: None)
+    tell(f"{describe_device(device)}, {kind}, {decode.implementation}, memory {plan}")
+    if max_length > decode.max_length:
+        tell(f"note: max_length is cut to the model's own limit of {decode.max_length}")
+    defaults = _sampling_defaults(checkpoint.folder, use_generation_config, tell)
+    return _build(checkpoint, config, max_batch, defaults, tell, progress)
+
+
+def _build(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    max_batch: int,
+    defaults: SamplingParams,
+    tell: Report,
+    progress: Progress | None,
+) -> Engine:
+    """Read what is large and put the engine together."""
+    for warning in checkpoint.warnings:
+        tell(f"note: {warning}")
+    tokenizer = open_tokenizer(checkpoint.folder)
+    if tokenizer is None:
+        tell(f"note: {checkpoint.folder} has no tokenizer: prompts must be token ids")
+    stop_ids = checkpoint.stop_ids
+    if not stop_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        stop_ids = (tokenizer.eos_token_id,)
+    params = checkpoint.read(config.dtype, progress)
+    return Engine(config, params, tokenizer, stop_ids, max_batch=max_batch, defaults=defaults)
+
+
+def _open(target: Place | None, draft: Place | Literal[False] | None) -> Checkpoint:
+    if target is None:
+        if draft:
+            raise ValueError(f"the draft {draft} has no target; name its target too")
+        paths = (EMBEDDED / "target", None if draft is False else EMBEDDED / "draft")
+        return _open_folders(*paths)
+    folder = resolve_folder(target)
+    if not store.is_store(folder):
+        return _open_folders(folder, resolve_folder(draft) if draft else None)
+    if draft:
+        raise ValueError(
+            f"{target} is a converted store and brings its own draft; leave {draft} out"
+        )
+    return _open_store(folder, draft is not False)
+
+
+def _open_folders(target: Path, draft: Path | None) -> Checkpoint:
+    source = read_target(target)
+    if draft is None:
+        return _pair(source, None)
+    unshared = read_draft(draft, source)
+    return replace(
+        _pair(source, unshared), share=lambda: _pair(source, share_with_target(unshared, source))
+    )
+
+
+def _pair(target: TargetSource, draft: DraftSource | None) -> Checkpoint:
+    def read(dtype: Dtype, progress: Progress | None) -> Params:
+        sizes = [apply.param_bytes(source, dtype) for source in (target, draft) if source]
+
+        def advance(before: int) -> Progress | None:
+            return progress and (lambda done, _: progress(before + done, sum(sizes)))
+
+        params = {"target": apply.load_target_params(target, dtype, advance(0))}
+        if draft:
+            params["draft"] = apply.load_draft_params(draft, dtype, advance(sizes[0]))
+        return params
+
+    return Checkpoint(
+        target=target.config,
+        draft=draft.config if draft else None,
+        folder=target.folder,
+        stop_ids=stop_token_ids(target.folder),
+        warnings=target.warnings + (draft.warnings if draft else ()),
+        read=read,
+    )
+
+
+def _borrowing(draft: DraftConfig | None) -> DraftConfig | None:
+    """The draft as it is where its embedding and head turn out to be the target's."""
+    return draft and replace(draft, own_embedding=False, own_head=draft.reduced_vocabulary)
+
+
+def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
+    header = store.read_store(folder)
+
+    def read(dtype: Dtype, progress: Progress | None) -> Params:
+        return store.restore(folder, dtype=dtype, draft=with_draft)[0]
+
+    return Checkpoint(
+        target=header.target,
+        draft=header.draft if with_draft else None,
+        folder=folder,
+        stop_ids=header.stop_token_ids,
+        warnings=(),
+        read=read,
+    )
+
+
+def _num_drafts(draft: DraftConfig | None, asked: int | None) -> int:
+    """Drafts a round; without a draft the number asked for, which the configuration refuses."""
+    most = draft.max_drafts if draft else 0
+    return most if asked is None else asked
+
+
+def _refuse_draft_options(decode: DecodeConfig) -> None:
+    """Without a draft, an option that only a draft can follow is an error, not ignored."""
+    for option in fields(DecodeConfig):
+        if option.name in DRAFT_OPTIONS and getattr(decode, option.name) != option.default:
+            raise ValueError(f"{option.name} is set, but there is no draft; leave it out")
+
+
+def _sampling_defaults(folder: Path, wanted: bool, tell: Report) -> SamplingParams:
+    """The checkpoint's sampling settings where wanted; a note says what is or is not taken."""
+    found = read_defaults(folder)
+    if not found:
+        return SamplingParams()
+    shown = ", ".join(f"{name} {value}" for name, value in found.items())
+    if wanted:
+        unknown = [name for name in found if name not in SamplingParams.__dataclass_fields__]
+        if unknown:
+            raise ValueError(f"generation_config.json sets {unknown[0]}, which is not supported")
+        tell(f"note: sampling defaults of generation_config.json are used: {shown}")
+        return SamplingParams(**found)
+    tell(
+        f"note: generation_config.json asks for {shown}, which is not used unless"
+        " use_generation_config (--use-generation-config) says so"
+    )
+    return SamplingParams()

@@ -1,0 +1,280 @@
+"""load(): the embedded pair against the reference record, and every refusal in one sentence."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from convert import store
+from dspark_jax import SamplingParams, load, loading, metrics
+from dspark_jax.loading import EMBEDDED
+
+TESTS = Path(__file__).parent
+TARGET, DRAFT = EMBEDDED / "target", EMBEDDED / "draft"
+REFERENCE = json.loads((TESTS / "demo" / "reference.json").read_text())
+STOPS = json.loads((TESTS / "demo" / "stops.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return load(max_batch=8)
+
+
+def outputs(case):
+    return case["output_ids"][len(case["prompt_ids"]) :]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_greedy_runs_of_the_reference(threshold, engine):
+    cases = [c for c in REFERENCE["greedy"] if c["confidence_threshold"] == threshold]
+    if threshold:
+        engine = load(max_batch=8, confidence_threshold=threshold)
+    params = SamplingParams(max_tokens=96)
+    results = engine.generate([case["prompt"] for case in cases], params)
+    for case, result in zip(cases, results, strict=True):
+        assert result.prompt_tokens == len(case["prompt_ids"])
+        assert result.token_ids == outputs(case)
+        assert result.acceptance_lengths == case["acceptance_lengths"]
+        assert result.proposal_lengths == case["proposal_lengths"]
+        assert result.finish_reason == "length"
+        assert result.text == engine.tokenizer.decode(result.token_ids)
+
+
+def test_stops_of_the_reference(engine):
+    prompts = [case["prompt"] for case in STOPS]
+    params = [
+        SamplingParams(
+            max_tokens=case["max_new_tokens"],
+            stop_token_ids=case["stop_token_ids"],
+            ignore_eos=True,
+        )
+        for case in STOPS
+    ]
+    for case, result in zip(STOPS, engine.generate(prompts, params), strict=True):
+        assert result.token_ids == outputs(case)
+        assert result.acceptance_lengths == case["acceptance_lengths"]
+        assert result.proposal_lengths == case["proposal_lengths"]
+        assert result.finish_reason == "stop"
+        assert result.text == engine.tokenizer.decode(result.token_ids[:-1])
+
+
+def clustered_error(groups):
+    """Standard error of a ratio of sums over independent groups of rounds."""
+    sums, counts = (np.array([f(group) for group in groups]) for f in (np.sum, len))
+    mean = sums.sum() / counts.sum()
+    return float(np.sqrt(np.sum((sums - mean * counts) ** 2)) / counts.sum())
+
+
+def test_sampled_acceptance_agrees_with_the_reference(engine):
+    sampled = REFERENCE["sampled"]
+    runs = sampled["runs"]
+    prompts = [sampled["prompts"][run["file"]] for run in runs]
+    params = [
+        SamplingParams(max_tokens=sampled["max_new_tokens"], temperature=1.0, seed=1000 + i)
+        for i in range(len(runs))
+    ]
+    results = engine.generate(prompts, params)
+    theirs = [metrics.RoundRecord(r["acceptance_lengths"], r["proposal_lengths"]) for r in runs]
+    for depth in range(-1, 4):  # -1: the mean length; 0..: the share that survives the position
+
+        def value(length, depth=depth):
+            return length if depth < 0 else float(length - 1 > depth)
+
+        means, errors = [], []
+        for side in (results, theirs):
+            groups = [[value(n) for n in r.acceptance_lengths] for r in side]
+            groups = [group for group in groups if group]
+            means.append(np.mean(np.concatenate(groups)))
+            errors.append(clustered_error(groups))
+        assert abs(means[0] - means[1]) < 3 * np.hypot(*errors), (depth, means, errors)
+    assert metrics.acceptance_length(theirs) == pytest.approx(2.047, abs=5e-4)
+
+
+def test_plain_decoding_of_the_embedded_target_gives_the_same_tokens(engine):
+    plain = load(draft=False, max_batch=1)
+    prompt = REFERENCE["greedy"][0]["prompt"]
+    params = SamplingParams(max_tokens=40)
+    (mine,), (theirs,) = plain.generate(prompt, params), engine.generate(prompt, params)
+    assert mine.token_ids == theirs.token_ids
+    assert mine.proposal_lengths == [0] * 40
+
+
+def test_a_store_restores_the_same_parameters_and_brings_its_draft(engine, tmp_path):
+    folder = tmp_path / "store"
+    store.save(
+        folder,
+        engine.params,
+        engine.config.target,
+        engine.config.draft,
+        token_files=TARGET,
+    )
+    restored = load(folder, max_batch=8)
+    assert restored.config == engine.config
+    assert restored.stop_ids == engine.stop_ids == (0,)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, engine.params)
+    assert restored.tokenizer.encode("def f") == engine.tokenizer.encode("def f")
+    plain = load(folder, draft=False)
+    assert plain.config.draft is None
+    assert "draft" not in plain.params
+    with pytest.raises(ValueError, match="store and brings its own draft"):
+        load(folder, DRAFT)
+
+
+def test_report_names_the_run_first_and_progress_counts_bytes():
+    lines, counts = [], []
+    engine = load(report=lines.append, progress=lambda done, total: counts.append((done, total)))
+    assert all(word in lines[0] for word in ("cpu", "float32", "xla", "memory", "weights"))
+    assert counts[-1][0] == counts[-1][1] == sum(x.nbytes for x in jax.tree.leaves(engine.params))
+    assert [done for done, _ in counts] == sorted(done for done, _ in counts)
+
+
+def test_max_length_is_cut_to_the_models_own_limit():
+    lines = []
+    engine = load(max_length=10**6, max_batch=1, report=lines.append)
+    assert engine.config.decode.max_length == 4096
+    assert any("cut to the model's own limit of 4096" in line for line in lines)
+
+
+def test_dtype_and_draft_length():
+    engine = load(dtype="bfloat16", num_speculative_tokens=3, max_length=128, max_batch=1)
+    assert {x.dtype.name for x in jax.tree.leaves(engine.params)} == {"bfloat16"}
+    assert engine.config.decode.num_drafts == 3
+    (result,) = engine.generate("import os\n", SamplingParams(max_tokens=8))
+    assert set(result.proposal_lengths) == {3}
+
+
+@pytest.fixture
+def copied(tmp_path):
+    shutil.copytree(TARGET, tmp_path / "target")
+    return tmp_path / "target"
+
+
+def test_a_folder_without_a_tokenizer_loads_and_takes_ids(copied):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copied / name).unlink()
+    lines = []
+    engine = load(copied, report=lines.append, max_batch=1)
+    assert any("no tokenizer" in line for line in lines)
+    (result,) = engine.generate([[5, 6]], SamplingParams(max_tokens=2))
+    assert (result.text, len(result.token_ids)) == ("", 2)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        engine.generate("text")
+
+
+def set_generation_config(folder, **settings):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7], **settings}))
+
+
+def test_sampling_defaults_of_the_checkpoint(copied):
+    set_generation_config(copied, do_sample=True, top_p=0.95, top_k=20, repetition_penalty=1.0)
+    lines = []
+    engine = load(copied, report=lines.append, max_batch=1)
+    assert engine.defaults == SamplingParams()
+    assert engine.stop_ids == (0, 7)
+    assert any("temperature 1.0, top_p 0.95, top_k 20, which is not used" in x for x in lines)
+    engine = load(copied, use_generation_config=True, max_batch=1)
+    assert engine.defaults == SamplingParams(temperature=1.0, top_p=0.95, top_k=20)
+    set_generation_config(copied, top_p=0.95)  # without do_sample it changes nothing
+    lines.clear()
+    load(copied, report=lines.append, max_batch=1)
+    assert not any("top_p" in line for line in lines)
+    set_generation_config(copied, do_sample=True, repetition_penalty=1.1)
+    with pytest.raises(ValueError, match=r"repetition_penalty.*not supported"):
+        load(copied, use_generation_config=True, max_batch=1)
+    set_generation_config(copied, do_sample=True, typical_p=0.9)
+    with pytest.raises(ValueError, match="typical_p"):
+        load(copied, use_generation_config=True, max_batch=1)
+    (copied / "generation_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="generation_config"):
+        load(copied, max_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((None, DRAFT), {}, "has no target; name its target too"),
+        (("/no/such/folder",), {}, "/no/such/folder.*no such folder"),
+        ((TARGET, "/no/such/draft"), {}, "/no/such/draft.*no such folder"),
+        ((DRAFT,), {}, "draft"),
+        ((TARGET, TARGET), {}, "draft"),
+        ((), {"max_length": 1}, "max_length must be at least 2"),
+        ((), {"max_batch": 0}, "max_batch must be at least 1"),
+        ((), {"confidence_threshold": 1.5}, "confidence_threshold must be within 0 and 1"),
+        ((), {"num_speculative_tokens": 8}, "num_drafts 8 is not within 1 and .* 7"),
+        ((), {"num_speculative_tokens": 0}, "num_drafts 0"),
+        ((), {"implementation": "pallas"}, "9.0.*found cpu"),
+        ((), {"implementation": "cuda"}, "implementation must be one of"),
+        ((), {"dtype": "float16"}, "dtype must be float32 or bfloat16, got 'float16'"),
+        ((), {"rejection": "tree"}, "rejection must be one of"),
+        ((), {"draft_sampling": "beam"}, "draft_sampling must be one of"),
+        ((None, False), {"confidence_threshold": 0.5}, "confidence_threshold.*there is no draft"),
+        ((None, False), {"draft_top_k": 4}, "draft_top_k.*there is no draft"),
+        ((None, False), {"num_speculative_tokens": 2}, "num_drafts is 2, but there is no draft"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(arguments, options, words):
+    with pytest.raises(ValueError, match=words):
+        load(*arguments, **options)
+
+
+def test_a_threshold_without_a_confidence_head_is_refused():
+    golden = TESTS / "golden" / "no_markov"
+    config = json.loads((golden / "draft" / "config.json").read_text())
+    assert config["enable_confidence_head"] is False
+    with pytest.raises(ValueError, match="no confidence head"):
+        load(golden / "target", golden / "draft", confidence_threshold=0.5)
+
+
+def test_too_little_memory_is_told_before_any_weight_is_read(monkeypatch):
+    monkeypatch.setattr(loading, "free_memory", lambda device: 150_000_000)
+    monkeypatch.setattr(loading.apply, "load_target_params", lambda *_: pytest.fail("was read"))
+    with pytest.raises(ValueError, match=r"free; max_length \d+ is the largest that fits"):
+        load(max_batch=8)
+
+
+def test_public_names_survive_their_modules():
+    import dspark_jax.loading
+
+    assert dspark_jax.load is load
+    assert callable(dspark_jax.load)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        dspark_jax.no_such_name  # noqa: B018
+
+
+STRANGER = "raise SystemExit('a stranger ran')\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("convert", "from dspark_jax import load"),
+        ("convert", "import dspark_jax.loading"),
+        ("convert", "from dspark_jax.commands import convert as c; raise SystemExit(c())"),
+        ("bench", "from dspark_jax.commands import bench as b; raise SystemExit(b())"),
+        ("pallas_kernels", "import dspark_jax"),
+    ],
+)
+@pytest.mark.parametrize("package", [False, True])
+def test_a_strangers_file_is_named_and_never_run(name, code, package, tmp_path):
+    place = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(STRANGER)
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(TESTS.parent)!r}]; "
+    done = subprocess.run(
+        [sys.executable, "-c", paths + code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "a stranger ran" not in done.stderr
+    assert str(place) in done.stderr
+    assert "rename" in done.stderr
+
+
+def test_a_strangers_bench_does_not_disturb_loading(tmp_path):
+    (tmp_path / "bench.py").write_text(STRANGER)
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(TESTS.parent)!r}]; "
+    subprocess.run([sys.executable, "-c", paths + "from dspark_jax import load"], check=True)
