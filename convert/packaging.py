@@ -58,6 +58,7 @@ def read_target(folder: str | Path) -> TargetSource:
         reason = "tied: held against embed_tokens.weight, which it must equal"
         opened.ignored.append(Ignored(HEAD, tied_head.file.name, reason))
     plan = target_plan(config)
+    problems += opened.duplicates
     problems += check_tensors(plan, named, problems)  # a target's vocabulary is never padded
     raise_problems(problems, opened.subject)
     described = opened.described(f"transformers ({model_type})", plan)
@@ -120,6 +121,7 @@ def read_draft(
         reason = "the vocabulary is whole: held against all zeros, which it must be"
         opened.ignored.append(Ignored(MAP, identity_map.file.name, reason))
     plan = without_absent_bias(draft_plan(config), named)
+    problems += opened.duplicates
     opened.warnings.extend(check_tensors(plan, named, problems))
     raise_problems(problems, opened.subject)
     described = opened.described(f"{packaging.name} ({packaging.why})", plan)

@@ -124,7 +124,8 @@ class _Rope:
         if factor is None and kind == "yarn" and original:
             factor = (self.longest() or original) / original
         if factor is None or original is None:
-            self.reading.problem(f"rope type {kind} needs {'factor' if original else ORIGINAL}")
+            missing = ORIGINAL if original is None else "factor"
+            self.reading.problem(f"rope type {kind} needs {missing}")
             return None
         if kind == "linear":
             return RopeConfig(kind="linear", theta=theta, factor=factor)

@@ -55,6 +55,7 @@ class Opened(NamedTuple):
     reading: ConfigReading
     raw_names: list[str]
     named: dict[str, Tensor]
+    duplicates: list[str]  # problems that do not keep the other tensors from being checked
     ignored: list[Ignored]
     warnings: list[str]
 
@@ -88,14 +89,15 @@ def open_folder(folder: str | Path, role: str) -> Opened:
     tensors, strays = read_headers(folder, problems)
     names = [tensor.name for tensor in tensors]
     raise_problems([str(refusal) for refusal in refused_tensors(names)], subject)
-    named = by_canonical_name(tensors, problems)
+    duplicates: list[str] = []
+    named = by_canonical_name(tensors, duplicates)
     ignored = [Ignored(name, name, "a weight file that does not belong to it") for name in strays]
     ignored += set_aside(named)
     warnings = []
     if "auto_map" in tree:
         warnings.append("auto_map names code to run; code from a checkpoint is never run")
     reading = ConfigReading(tree, problems)
-    return Opened(folder, subject, reading, names, named, ignored, warnings)
+    return Opened(folder, subject, reading, names, named, duplicates, ignored, warnings)
 
 
 def _refuse_by_name(tree: dict[str, Any], subject: str) -> None:
