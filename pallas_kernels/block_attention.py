@@ -13,16 +13,66 @@ softmax and every accumulation are float32; the result has the dtype of the quer
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_run import Problem, attend_runs
 from pallas_kernels.platform import resolve_implementation
+from pallas_kernels.split import join_runs
+from pallas_kernels.tuning import tuned
 
 FIRST_TIER = 256
 TIER_GROWTH = 4
+MAX_ROWS = 16  # of the kernel; prompt chunks have more and take the reference
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the kernel. `slots` is the number of equal runs that a batch is divided into."""
+
+    block: int = 64  # cache rows a tile
+    stages: int = 3  # tiles in flight
+    slots: int = 132
+    least: int = 1  # mean tiles of a run, at least
+
+    def __post_init__(self) -> None:
+        if self.block not in (64, 128) or min(self.stages, self.slots, self.least) < 1:
+            raise ValueError(f"block must be 64 or 128 and the rest positive, got {self}")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A shape that is served: tests, benches and tuning read these."""
+
+    batch: int
+    rows: int
+    cached: int  # rows before the block
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    causal: bool = True
+    window: int = 0
+
+
+SPECS = (
+    *(Spec(1, 8, cached) for cached in (256, 2048, 8192, 32768, 131072)),
+    *(Spec(batch, 8, 2048) for batch in (2, 4, 8, 16, 32, 64)),
+    *(Spec(batch, 8, 8192) for batch in (8, 32)),
+    *(Spec(batch, 1, 2048) for batch in (1, 32)),
+    *(Spec(batch, 7, 2048, causal=False) for batch in (1, 32)),
+    *(Spec(1, rows, 2048) for rows in (3, 12, 16)),
+    *(Spec(1, 8, 2048, heads=heads) for heads in (16, 40, 64)),
+    Spec(1, 16, 2048, heads=64),
+    Spec(1, 8, 512, heads=6, kv_heads=2, head_dim=64),
+    Spec(1, 8, 2048, heads=8, kv_heads=4, head_dim=256),
+    Spec(1, 8, 2048, heads=8, kv_heads=4, head_dim=256, window=512),
+    Spec(1, 7, 8192, heads=64, head_dim=64, causal=False, window=128),
+)
 
 
 def length_tiers(cache_rows: int) -> tuple[int, ...]:
@@ -89,6 +139,52 @@ def block_attention_reference(
     return lax.switch(tier, branches, q, k_cache, v_cache, start)
 
 
+def choose_config(shape: tuple[int, ...], kv_heads: int) -> Config:
+    """Return the tuned sizes for queries of this shape, or sizes that suit most shapes."""
+    batch, rows, heads, width = shape
+    name = f"batch {batch} rows {rows} heads {heads}/{kv_heads} width {width}"
+    if (fields := tuned("block_attention", name)) is not None:
+        return Config(**fields)
+    return Config(stages=2, slots=264) if batch * kv_heads > 132 or width > 128 else Config()
+
+
+def kernel_objection(q: Float[Array, "B T N H"], k_cache: Float[Array, "B S K H"]) -> str | None:
+    """Say why the kernel does not take these operands, or return None."""
+    if q.dtype != jnp.bfloat16 or k_cache.dtype != jnp.bfloat16:
+        return f"the attention kernel takes bfloat16, got {q.dtype} and {k_cache.dtype}"
+    if q.shape[1] > MAX_ROWS:
+        return f"the attention kernel takes up to {MAX_ROWS} rows, got {q.shape[1]}"
+    if q.shape[3] not in (64, 128, 256):
+        return f"the attention kernel takes heads of 64, 128 or 256, got {q.shape[3]}"
+    if k_cache.shape[1] % 8:
+        return f"the attention kernel takes a cache of 8 n rows, got {k_cache.shape[1]}"
+    return None
+
+
+@partial(jax.jit, static_argnames=("causal", "window", "config"))
+def block_attention_kernel(
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B S K H"],
+    v_cache: Float[Array, "B S K H"],
+    start: Int[Array, " B"],
+    *,
+    causal: bool,
+    window: int = 0,
+    config: Config,
+) -> Float[Array, "B T N H"]:
+    """Compute the op with two kernels: attend to runs of the cache, then join the runs."""
+    rows = q.shape[1]
+    if 8 < rows < MAX_ROWS:
+        q = jnp.pad(q, ((0, 0), (0, MAX_ROWS - rows), (0, 0), (0, 0)))
+    problem = Problem(q.shape, rows, k_cache.shape[2], q.dtype, causal, window, config)
+    out, parts, sums, plan = attend_runs(problem)(start, q, k_cache, v_cache)
+    joined = jax.new_ref(out)
+    join_runs(problem.shape, problem.dtype, problem.kv_heads, problem.padded)(
+        plan, parts, sums, joined
+    )
+    return jax.freeze(joined)[:, :rows]
+
+
 def block_attention(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "B S K H"],
@@ -98,6 +194,7 @@ def block_attention(
     causal: bool,
     window: int = 0,
     implementation: str = "auto",
+    config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend from T new rows to the cache they were written into; see the module's contract.
 
@@ -107,14 +204,23 @@ def block_attention(
         start: cached rows before the block; `start + T <= S`.
         causal: whether a query sees only the block rows up to its own.
         window: rows a query sees, its own included; 0 is all.
-        implementation: "auto", "pallas" or "xla".
+        implementation: "auto", "pallas" or "xla". The kernel takes bfloat16, up to 16 rows,
+            heads of 64, 128 or 256 and caches of 8 n rows; for other operands "auto" takes the
+            reference.
+        config: sizes of the kernel; by default the tuned ones.
 
     Raises:
-        ValueError: the shapes do not fit, or `implementation` cannot run here.
+        ValueError: the shapes do not fit, or "pallas" is named and cannot run these operands or
+            on this device.
     """
     if q.shape[2] % k_cache.shape[2] or q.shape[3] != k_cache.shape[3]:
         raise ValueError(f"queries {q.shape} do not fit the key cache {k_cache.shape}")
     if q.shape[1] > k_cache.shape[1]:
         raise ValueError(f"{q.shape[1]} rows do not fit a cache of {k_cache.shape[1]} rows")
-    resolve_implementation(implementation)
-    return block_attention_reference(q, k_cache, v_cache, start, causal=causal, window=window)
+    objection = kernel_objection(q, k_cache)
+    if resolve_implementation(implementation, unsupported=objection) == "xla":
+        return block_attention_reference(q, k_cache, v_cache, start, causal=causal, window=window)
+    config = config or choose_config(q.shape, k_cache.shape[2])
+    return block_attention_kernel(
+        q, k_cache, v_cache, start, causal=causal, window=window, config=config
+    )

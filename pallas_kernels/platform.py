@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 
 IMPLEMENTATIONS = ("auto", "pallas", "xla")
-KERNEL_CAPABILITY = "9.0"  # wgmma, which every matrix kernel here uses, exists nowhere else
+KERNEL_CAPABILITY = "9.0"  # wgmma, which the attention kernel uses, exists nowhere else
+
+_described: ContextVar[Any] = ContextVar("described_device", default=None)
+
+
+@contextmanager
+def decide_for(device: Any) -> Iterator[None]:
+    """Decide for `device` inside the block, to compile for a device that is not present."""
+    token = _described.set(device)
+    try:
+        yield
+    finally:
+        _described.reset(token)
 
 
 def default_device() -> Any:
-    """Return the device that unplaced computations run on."""
+    """Return the device that decisions are for: the one that unplaced computations run on."""
+    if (described := _described.get()) is not None:
+        return described
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         return jax.devices(device)[0]
@@ -31,15 +48,18 @@ def runs_kernels(device: Any) -> bool:
     return str(getattr(device, "compute_capability", None)) == KERNEL_CAPABILITY
 
 
-def resolve_implementation(implementation: str, device: Any = None) -> str:
+def resolve_implementation(
+    implementation: str, device: Any = None, *, unsupported: str | None = None
+) -> str:
     """Return "pallas" or "xla" for a device, by default the one that computations run on.
 
     `auto` takes the kernels on CUDA compute capability 9.0 and the reference everywhere else (a
-    kernel compiled for another GPU would end the process).
+    kernel compiled for another GPU would end the process). `unsupported` is an op's reason why
+    its kernel cannot take these operands: `auto` then takes the reference.
 
     Raises:
         ValueError: `implementation` has another name, or `pallas` is named for a device that the
-            kernels do not run on.
+            kernels do not run on or for operands that the kernel does not take.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -48,11 +68,13 @@ def resolve_implementation(implementation: str, device: Any = None) -> str:
     if implementation == "xla":
         return "xla"
     device = default_device() if device is None else device
-    if runs_kernels(device):
-        return "pallas"
     if implementation == "auto":
-        return "xla"
-    raise ValueError(
-        f"implementation 'pallas' needs a GPU of compute capability {KERNEL_CAPABILITY} (H100,"
-        f" H200), found {describe_device(device)}; use 'auto' or 'xla'"
-    )
+        return "pallas" if runs_kernels(device) and unsupported is None else "xla"
+    if not runs_kernels(device):
+        raise ValueError(
+            f"implementation 'pallas' needs a GPU of compute capability {KERNEL_CAPABILITY}"
+            f" (H100, H200), found {describe_device(device)}; use 'auto' or 'xla'"
+        )
+    if unsupported is not None:
+        raise ValueError(f"{unsupported}; use 'auto' or 'xla'")
+    return "pallas"

@@ -1,10 +1,20 @@
-"""What happens to a head between the projection and the cache: RMSNorm and rotary position."""
+"""What happens to a head between the projection and the cache: RMSNorm and rotary position.
+
+First on arrays, then the same inside a kernel, where a head is a pair of halves in registers.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic import load
+
+Halves = tuple[Any, Any]
 
 
 def normalize_heads(
@@ -33,3 +43,47 @@ def rotate(
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def half_slices(half: int) -> tuple[Any, Any]:
+    """Return the slices of a head's two halves."""
+    return pl.ds(0, half), pl.ds(half, half)
+
+
+def load_halves(heads: Any, half: int, layout: Any) -> Halves:
+    """Load the halves of `[R, H]` heads from device memory, as float32."""
+    low, high = (load(heads.at[:, part], layout).astype(jnp.float32) for part in half_slices(half))
+    return low, high
+
+
+def store_halves(heads: Any, halves: Halves, dtype: Any) -> None:
+    """Store the halves of `[R, H]` heads to device memory."""
+    for value, part in zip(halves, half_slices(halves[0].shape[1]), strict=True):
+        heads[:, part] = value.astype(dtype)
+
+
+def _spread(row: Any, like: Any, layout: Any) -> Any:
+    return lax.broadcast_in_dim(load(row, layout.reduce(0)), like.shape, [1])
+
+
+def normalize_halves(halves: Halves, weight: Any, eps: float, dtype: Any, layout: Any) -> Halves:
+    """`normalize_heads` inside a kernel; `weight` is a reference to H elements."""
+    low, high = halves
+    half = low.shape[1]
+    square = (low * low + high * high).sum(axis=1)
+    scale = lax.broadcast_in_dim(lax.rsqrt(square / (2 * half) + eps), low.shape, [0])
+
+    def scaled(value: Any, part: Any) -> Any:
+        rounded = (value * scale).astype(dtype).astype(jnp.float32)
+        factor = _spread(weight.at[part], value, layout).astype(jnp.float32)
+        return (factor * rounded).astype(dtype).astype(jnp.float32)
+
+    first, second = half_slices(half)
+    return scaled(low, first), scaled(high, second)
+
+
+def rotate_halves(halves: Halves, cos: Any, sin: Any, layout: Any) -> Halves:
+    """`rotate` inside a kernel; `cos` and `sin` are references to the row's H/2 elements."""
+    low, high = halves
+    cos, sin = _spread(cos, low, layout), _spread(sin, low, layout)
+    return low * cos - high * sin, high * cos + low * sin

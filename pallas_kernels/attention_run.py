@@ -1,0 +1,286 @@
+"""The kernel of `block_attention`: one warpgroup attends to one run of cache rows of one key head.
+
+The padded rows of several query heads share a wgmma tile of 64 rows. Tiles of the cache stream
+through shared memory by TMA, `stages` of them in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import launch, matrix_tiles
+from pallas_kernels.split import NEGATIVE, Item, locate, padded_items
+
+TILE = 64  # query rows of a wgmma
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static geometry of a launch. A tile holds the padded rows of `members` query heads."""
+
+    shape: tuple[int, ...]  # of the queries
+    rows: int  # the queries' own; their array may be padded to 16
+    kv_heads: int
+    dtype: Any
+    causal: bool
+    window: int
+    config: Any
+
+    @property
+    def group(self) -> int:
+        return self.shape[2] // self.kv_heads
+
+    @property
+    def padded(self) -> int:
+        return 8 if self.rows <= 8 else 16
+
+    @property
+    def members(self) -> int:
+        return min(self.group, TILE // self.padded)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.group // self.members)
+
+    @property
+    def part(self) -> int:
+        """Columns of the output that one wgmma computes: more would take too many registers."""
+        return self.shape[3] if self.shape[3] <= 128 else 64
+
+    @property
+    def items(self) -> int:
+        return padded_items(self.config.slots, self.shape[0], self.kv_heads)
+
+
+def _query_rows(item: Item, problem: Problem) -> Any:
+    """Slice a tile's 8 or 16 rows, which may reach past T: such rows read zeros, write nothing.
+
+    The start is zero, but not to the tracer, which would refuse the length.
+    """
+    return pl.ds(lax.rem(item.batch, jnp.int32(1)), problem.padded)
+
+
+def _softmax_step(
+    scores: Any, key: Any, item: Item, carry: tuple[Any, Any], problem: Problem
+) -> tuple[Any, Any, Any, Any]:
+    """Mask a tile of scores and fold it into the running maximum and sum, in base 2."""
+    top, total = carry
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+    position = item.start + jnp.bitwise_and(row, problem.padded - 1)
+    end = item.start + problem.rows - 1
+    visible = key <= (jnp.minimum(position, end) if problem.causal else end)
+    if problem.window:
+        visible = jnp.logical_and(visible, key > position - problem.window)
+    scores = jnp.where(visible, scores * (problem.shape[3] ** -0.5 * LOG2_E), -jnp.inf)
+    higher = jnp.maximum(top, scores.max(axis=1))
+    kept = jnp.exp2(top - higher)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(higher, scores.shape, [0]))
+    return weights, kept, higher, total * kept + weights.sum(axis=1)
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a cell. The output may take the place of the cache tiles."""
+
+    q_tile: Any
+    p_tile: Any
+    tiles: Any  # union of (keys, values) and the float32 output
+    sums: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+
+
+def scratch_types(problem: Problem) -> Scratch:
+    """Return the shared memory that a cell needs."""
+    block, stages = problem.config.block, problem.config.stages
+    width, dtype = problem.shape[3], problem.dtype
+    cached = plgpu.SMEM((stages, block, width), dtype, transforms=matrix_tiles())
+    output = plgpu.SMEM((TILE, width), jnp.float32, transforms=matrix_tiles(32))
+    return Scratch(
+        q_tile=plgpu.SMEM((TILE, width), dtype, transforms=matrix_tiles()),
+        p_tile=plgpu.SMEM((TILE, block), dtype, transforms=matrix_tiles()),
+        tiles=plgpu.RefUnion((cached, cached), output),
+        sums=plgpu.SMEM((TILE,), jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=problem.members),
+        k_ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+    )
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    def multiply(acc: Any) -> Any:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, b.shape[1]), jnp.float32))
+
+
+def _filled(shape: tuple[int, ...], value: float, layout: Any) -> Any:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _attend_run(
+    item: Item, fetch: Callable[[Any], None], scratch: Scratch, problem: Problem
+) -> tuple[Any, Any, Any]:
+    """Attend to a run's tiles, the first of them on their way; return parts, maximum and sum."""
+    (k_tiles, v_tiles), _ = scratch.tiles
+    block, stages = problem.config.block, problem.config.stages
+    width, part = problem.shape[3], problem.part
+    block, stages = problem.config.block, problem.config.stages
+    width, part = problem.shape[3], problem.part
+
+    def step(i: Any, carry: Any) -> Any:
+        outs, top, total = carry
+        stage = lax.rem(i, stages)
+        plgpu.barrier_wait(scratch.k_ready.at[stage])
+        scores = _matmul(scratch.q_tile, k_tiles.at[stage].T)
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        key = column + (item.first + i) * block
+        weights, kept, top, total = _softmax_step(scores, key, item, (top, total), problem)
+        scratch.p_tile[...] = weights.astype(problem.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(scratch.v_ready.at[stage])
+        updated = []
+        for j, out in enumerate(outs):
+            v_part = v_tiles.at[stage, :, pl.ds(j * part, part)]
+            rescaled = out * lax.broadcast_in_dim(kept, out.shape, [0])
+            updated.append(rescaled + _matmul(scratch.p_tile, v_part))
+        pl.when(i + stages < item.count)(lambda: fetch(i + stages))
+        return tuple(updated), top, total
+
+    rows = plgpu.Layout.WGMMA.reduce(1)
+    outs = tuple(_filled((TILE, part), 0.0, plgpu.Layout.WGMMA) for _ in range(width // part))
+    carry = (outs, _filled((TILE,), NEGATIVE, rows), _filled((TILE,), 0.0, rows))
+    return lax.fori_loop(0, item.count, step, carry)
+
+
+def _store_whole(outs: Any, item: Item, tile: Any, out: Any, q_tile: Any, problem: Problem) -> None:
+    """Store the output of a row that has one run. The queries' tile is free by now."""
+    for j, value in enumerate(outs):
+        q_tile[:, j * problem.part : (j + 1) * problem.part] = value.astype(problem.dtype)
+    plgpu.commit_smem()
+    for i in range(problem.members):
+        member = tile * problem.members + i
+
+        @pl.when(member < problem.group)
+        def store_head(i: int = i, member: Any = member) -> None:
+            head = item.head * problem.group + member
+            source = q_tile.at[pl.ds(i * problem.padded, problem.padded)]
+            plgpu.copy_smem_to_gmem(source, out.at[item.batch, _query_rows(item, problem), head])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _store_part(
+    outs: Any, sums: Any, item: Item, tile: Any, parts: Any, scratch: Scratch, problem: Problem
+) -> None:
+    """Store one run's output and logarithmic sum for the join."""
+    _, output = scratch.tiles
+    part_refs, sum_refs = parts
+    for j, value in enumerate(outs):
+        output[:, j * problem.part : (j + 1) * problem.part] = value
+    scratch.sums[...] = sums
+    plgpu.commit_smem()
+    rows = problem.members * problem.padded
+    plgpu.copy_smem_to_gmem(output.at[pl.ds(0, rows)], part_refs.at[item.slot, tile])
+    plgpu.copy_smem_to_gmem(scratch.sums, sum_refs.at[item.slot, tile])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _load_queries(q: Any, item: Item, tile: Any, scratch: Scratch, problem: Problem) -> None:
+    """Start copying a tile's query heads; a tile past the last one repeats it."""
+    for i in range(problem.members):
+        member = jnp.minimum(tile * problem.members + i, problem.group - 1)
+        head = item.head * problem.group + member
+        target = scratch.q_tile.at[pl.ds(i * problem.padded, problem.padded)]
+        source = q.at[item.batch, _query_rows(item, problem), head]
+        plgpu.copy_gmem_to_smem(source, target, scratch.q_ready)
+
+
+def _work(
+    item: Item, tile: Any, operands: Any, results: Any, scratch: Scratch, problem: Problem
+) -> None:
+    """Do one item: read the queries and the run's tiles, attend, store."""
+    q, k_cache, v_cache = operands
+    out, parts, sums, plan = results
+    (k_tiles, v_tiles), _ = scratch.tiles
+    block, stages = problem.config.block, problem.config.stages
+
+    def fetch(i: Any) -> None:
+        stage, rows = lax.rem(i, stages), pl.ds((item.first + i) * block, block)
+        keys, values = (cache.at[item.batch, rows, item.head] for cache in (k_cache, v_cache))
+        plgpu.copy_gmem_to_smem(keys, k_tiles.at[stage], scratch.k_ready.at[stage])
+        plgpu.copy_gmem_to_smem(values, v_tiles.at[stage], scratch.v_ready.at[stage])
+
+    for i in range(stages):
+        pl.when(i < item.count)(partial(fetch, jnp.int32(i)))
+    _load_queries(q, item, tile, scratch, problem)
+
+    @pl.when(jnp.logical_and(item.leads, tile == 0))
+    def write_plan() -> None:
+        plan[item.batch, 0] = item.base
+        plan[item.batch, 1] = item.runs
+
+    plgpu.barrier_wait(scratch.q_ready)
+    outs, top, total = _attend_run(item, fetch, scratch, problem)
+    total = jnp.maximum(total, -1 / NEGATIVE)  # a row may see nothing in this run
+    outs = [value * lax.broadcast_in_dim(1 / total, value.shape, [0]) for value in outs]
+
+    @pl.when(item.runs == 1)
+    def store_whole() -> None:
+        _store_whole(outs, item, tile, out, scratch.q_tile, problem)
+
+    @pl.when(item.runs > 1)
+    def store_part() -> None:
+        logs = top + jnp.log2(total)
+        _store_part(outs, logs, item, tile, (parts, sums), scratch, problem)
+
+
+def attend_runs(problem: Problem) -> Callable[..., Any]:
+    """Return the kernel: (starts, q, k_cache, v_cache) -> (out, parts, sums, plan).
+
+    `out` holds the batch rows that have one run; the others are for `split.join_runs`.
+    """
+    batch, _, _, width = problem.shape
+    rows = problem.members * problem.padded
+
+    def attend(starts: Any, q: Any, k_cache: Any, v_cache: Any, *rest: Any) -> None:
+        results, scratch = rest[:4], Scratch(*rest[4:])
+        item = locate(
+            starts,
+            lax.axis_index("item"),
+            batch=batch,
+            rows=problem.rows,
+            kv_heads=problem.kv_heads,
+            window=problem.window,
+            config=problem.config,
+        )
+        tile = lax.axis_index("tile")
+
+        @pl.when(item.valid)
+        def work() -> None:
+            _work(item, tile, (q, k_cache, v_cache), results, scratch, problem)
+
+    return launch(
+        attend,
+        name="block_attention",
+        grid={"tile": problem.tiles, "item": problem.items},
+        out_type=(
+            jax.ShapeDtypeStruct(problem.shape, problem.dtype),
+            jax.ShapeDtypeStruct((problem.items, problem.tiles, rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((problem.items, problem.tiles, TILE), jnp.float32),
+            jax.ShapeDtypeStruct((batch, 2), jnp.int32),
+        ),
+        scratch_types=scratch_types(problem),
+    )
