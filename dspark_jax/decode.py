@@ -18,15 +18,7 @@ from dspark_jax.config import LayersConfig, ModelConfig
 from dspark_jax.controls import adjust, admit_controls, count_generated, init_controls, mark_prompt
 from dspark_jax.draft import Draft, block_tokens, propose, sampled_rows
 from dspark_jax.layers import bind
-from dspark_jax.sampling import (
-    Stream,
-    draw,
-    gumbel_noise,
-    is_greedy,
-    largest,
-    stream_keys,
-    token_law,
-)
+from dspark_jax.sampling import draw_token, report_logprobs
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
@@ -166,13 +158,13 @@ def _draw_first(
 ) -> tuple[Int[Array, ""], Controls]:
     """The token after a slot's rows, and the controls with the chunk in the prompt."""
     row, stop_ids = jax.tree.map(lambda x: x[slot][None], (state.sampling, state.stop_ids))
-    position = state.cached[slot] + count
+    position = (state.cached[slot] + count)[None]
     if not config.decode.controls:
-        return first_token(logits, row, position), state.controls
+        return draw_token(logits[0], row, position), state.controls
     controls = mark_prompt(state.controls, slot, tokens, count)
     own = jax.tree.map(lambda x: x[slot][None], controls)
-    adjusted = adjust(logits[0], own, own.generated, position[None], stop_ids)
-    first = first_token(adjusted[None], row, position)
+    adjusted = adjust(logits[0], own, own.generated, position, stop_ids)
+    first = draw_token(adjusted, row, position)
     # Chunks before the last draw too: what they draw is no output.
     generated = jnp.zeros_like(own.generated[0]).at[first].set(1)
     return first, controls.replace(generated=controls.generated.at[slot].set(generated))

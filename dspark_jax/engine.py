@@ -152,8 +152,8 @@ class Engine:
             request.start()
             state, token = programs.admit(state, slot, request)
             first.append(token)
-        for request, token in zip(turn, jax.device_get(first), strict=True):
-            request.take_first(int(token))
+        for request, drawn in zip(turn, jax.device_get(first), strict=True):
+            request.take_first(int(drawn.token))
         yield
         while running := scheduler.running():
             state, out = programs.run_rounds(state, sampled, rounds)

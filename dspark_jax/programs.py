@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,10 @@ import numpy as np
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
 from dspark_jax.request import SamplingParams
+from dspark_jax.rows import row_settings
 from dspark_jax.scheduler import Request
 from dspark_jax.state import (
-    MAX_BIAS_IDS,
     MAX_ROUNDS,
-    MAX_STOP_IDS,
     DecodeState,
     FirstToken,
     Params,
@@ -45,7 +44,7 @@ class Programs:
         """Trace and compile the entry points of a tier that were not compiled before."""
         state = jax.eval_shape(partial(decode.init_state, self.config, self.batch))
         slot, chunk = np.int32(0), np.zeros(self.config.decode.prefill_chunk, np.int32)
-        row = self._row(Request([], SamplingParams(), 0, (), TextStream(None)))
+        row = _row(Request([], SamplingParams(), 0, (), TextStream(None)))
         tier = replace(self.config, decode=replace(self.config.decode, sampled=sampled))
         wanted = {
             "admit": lambda: decode.admit.lower(self.config, state, slot, row),
@@ -67,7 +66,7 @@ class Programs:
         """Give a slot to a request and run its prompt; returns the state and its first token."""
         chunk = self.config.decode.prefill_chunk
         prompt = np.asarray(request.prompt_ids, np.int32)
-        state = self._compiled["admit"](state, np.int32(slot), self._row(request))
+        state = self._compiled["admit"](state, np.int32(slot), _row(request))
         first = None
         for begin in range(0, len(prompt), chunk):
             part = prompt[begin : begin + chunk]
@@ -89,34 +88,11 @@ class Programs:
         state, out = self._compiled[_rounds_name(sampled)](self._params, state, count)
         return state, jax.device_get(out)
 
-    def _row(self, request: Request) -> RowSettings:
-        params = request.params
-        bias = params.logit_bias or {}
-        settings: dict[str, Any] = {
-            "prompt_length": np.int32(len(request.prompt_ids)),
-            "max_tokens": np.int32(params.max_tokens),
-            "temperature": np.float32(0.0 if params.greedy else params.temperature),
-            "top_p": np.float32(params.top_p),
-            "top_k": np.int32(min(params.top_k, self.config.target.vocab_size)),
-            "min_p": np.float32(params.min_p),
-            "seed": np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-            "stop_ids": _padded(request.stop_ids, MAX_STOP_IDS),
-            "min_tokens": np.int32(params.min_tokens),
-            "repetition_penalty": np.float32(params.repetition_penalty),
-            "presence_penalty": np.float32(params.presence_penalty),
-            "frequency_penalty": np.float32(params.frequency_penalty),
-            "bias_ids": _padded(tuple(bias), MAX_BIAS_IDS),
-            "bias_values": np.asarray(
-                [*bias.values()] + [0.0] * (MAX_BIAS_IDS - len(bias)), np.float32
-            ),
-        }
-        return RowSettings(**settings)
 
-
-def _padded(ids: Sequence[int], size: int) -> np.ndarray:
-    padded = np.full(size, -1, np.int32)
-    padded[: len(ids)] = ids
-    return padded
+def _row(request: Request) -> RowSettings:
+    return row_settings(
+        len(request.prompt_ids), request.params, seed=request.seed, stop_ids=request.stop_ids
+    )
 
 
 def _rounds_name(sampled: bool) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.config import GREEDY_TEMPERATURE
-from dspark_jax.state import Sampling
+from dspark_jax.state import Logprobs, Sampling
 
 
 class Stream(IntEnum):
@@ -118,3 +118,35 @@ def _truncate(scaled: Float[Array, "B T V"], sampling: Sampling) -> Float[Array,
     law = jax.nn.softmax(ranked, axis=-1)
     ranked = jnp.where((law >= min_p * law[..., :1]) | first, ranked, -jnp.inf)
     return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)
+
+
+def draw_token(
+    logits: Float[Array, "1 V"], sampling: Sampling, position: Int[Array, " 1"]
+) -> Int[Array, ""]:
+    """One row's token at `position`, from the target's stream; a greedy row builds no law."""
+
+    def sampled(logits: Array) -> Array:
+        law = token_law(logits[None], sampling)[0]
+        keys = stream_keys(sampling, Stream.TARGET, position)
+        return draw(law, gumbel_noise(keys, law.shape[-1]))[0]
+
+    def greedy(logits: Array) -> Array:
+        return largest(logits)[0]
+
+    return jax.lax.cond(is_greedy(sampling)[0], greedy, sampled, logits).astype(jnp.int32)
+
+
+def report_logprobs(
+    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], count: int
+) -> Logprobs:
+    """Log-probability of each token and of the `count` most likely ones (0: report nothing)."""
+    if count == 0:
+        empty = jnp.zeros((*tokens.shape, 0))
+        return Logprobs(ids=empty.astype(jnp.int32), values=empty.astype(jnp.float32))
+    law = jax.nn.log_softmax(logits, axis=-1)
+    values, ids = jax.lax.top_k(law, min(count, law.shape[-1]))
+    own = jnp.take_along_axis(law, tokens[..., None], axis=-1)
+    return Logprobs(
+        ids=jnp.concatenate([tokens[..., None], ids], axis=-1),
+        values=jnp.concatenate([own, values], axis=-1),
+    )

@@ -8,6 +8,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MAX_STOP_IDS = 64  # stop tokens a row can hold; unused places are -1
+MAX_BIAS_IDS = 300  # entries of a logit bias; unused places are -1
+MAX_LOGPROBS = 20  # most likely tokens that can be reported beside an emitted one
 MAX_ROUNDS = 16  # rounds that one call of `decode_rounds` can run
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}: nested dicts of arrays
@@ -33,8 +35,21 @@ class Sampling:
 
 
 @struct.dataclass
+class Controls:
+    """Logit controls of each row; the wide fields have width 0 in a run without controls."""
+
+    bias: Float[Array, "B V"]
+    in_prompt: Bool[Array, "B V"]
+    generated: Int[Array, "B V"]  # output tokens so far, the anchor included
+    stop_from: Int[Array, " B"]  # first position at which a stop token may be drawn
+    repetition: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+
+
+@struct.dataclass
 class RowSettings:
-    """One request as `admit` takes it: scalars of `Sampling`, when it ends, and its stop tokens."""
+    """One request as `admit` takes it: `Sampling`, when it ends, its stop tokens, `Controls`."""
 
     prompt_length: Int[Array, ""]
     max_tokens: Int[Array, ""]
@@ -44,6 +59,12 @@ class RowSettings:
     min_p: Float[Array, ""]
     seed: UInt32[Array, " 2"]
     stop_ids: Int[Array, " stop"]
+    min_tokens: Int[Array, ""]
+    repetition_penalty: Float[Array, ""]
+    presence_penalty: Float[Array, ""]
+    frequency_penalty: Float[Array, ""]
+    bias_ids: Int[Array, " bias"]
+    bias_values: Float[Array, " bias"]
 
 
 @struct.dataclass
@@ -61,6 +82,7 @@ class DecodeState:
     done: Bool[Array, " B"]
     stop_ids: Int[Array, "B stop"]
     sampling: Sampling
+    controls: Controls
     target: KVCache
     draft: KVCache
     context: Float[Array, "B T CD"]  # tapped features of the last verify pass
@@ -82,6 +104,26 @@ class Proposal:
 
 
 @struct.dataclass
+class Logprobs:
+    """Log-probabilities under the target: the token itself first, then the most likely ones.
+
+    They are of the model's own law, before temperature, filters and controls; width 0 where none
+    were asked for.
+    """
+
+    ids: Int[Array, "*rows W"]
+    values: Float[Array, "*rows W"]
+
+
+@struct.dataclass
+class FirstToken:
+    """The token that prefill drew; meaningless before the last chunk."""
+
+    token: Int[Array, ""]
+    logprobs: Logprobs
+
+
+@struct.dataclass
 class StepOutput:
     """What one round emitted: the first counts[:, 0] of `tokens` are real.
 
@@ -91,6 +133,7 @@ class StepOutput:
 
     tokens: Int[Array, "B T"]
     counts: Int[Array, "B 4"]
+    logprobs: Logprobs
 
 
 @struct.dataclass
@@ -99,3 +142,4 @@ class Rounds:
 
     tokens: Int[Array, "B R T"]
     counts: Int[Array, "B R 4"]
+    logprobs: Logprobs

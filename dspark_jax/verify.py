@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecodeConfig
-from dspark_jax.sampling import Stream, coins, draw, gumbel_noise, largest, stream_keys, token_law
+from dspark_jax.controls import adjust_block
+from dspark_jax.sampling import (
+    Stream,
+    coins,
+    draw,
+    gumbel_noise,
+    largest,
+    report_logprobs,
+    stream_keys,
+    token_law,
+)
 from dspark_jax.state import DecodeState, Proposal, StepOutput
 
 LEAST_MASS = 1e-8  # a residual lighter than this is rounding: draw from the target's law
@@ -26,13 +36,20 @@ def verify(
     prefix ends the row there (DeepSpec's evaluator: no bonus, and drafts after it count as not
     proposed).
     """
+    adjusted = logits
+    if decode.controls:
+        adjusted = adjust_block(
+            logits, proposal.tokens, state.controls, state.cached, state.stop_ids
+        )
     if not decode.sampled:
-        accepted, last = verify_greedy(logits, proposal)
+        accepted, last = verify_greedy(adjusted, proposal)
     elif decode.rejection == "gumbel":
-        accepted, last = verify_gumbel(logits, proposal, state)
+        accepted, last = verify_gumbel(adjusted, proposal, state)
     else:
-        accepted, last = verify_rejection(logits, proposal, state, decode.rejection)
-    return emit(proposal, accepted, last, state)
+        accepted, last = verify_rejection(adjusted, proposal, state, decode.rejection)
+    tokens, counts = emit(proposal, accepted, last, state)
+    logprobs = report_logprobs(logits, tokens, decode.logprobs)
+    return StepOutput(tokens=tokens, counts=counts, logprobs=logprobs)
 
 
 def verify_greedy(
@@ -160,7 +177,7 @@ def residual_law(
 
 def emit(
     proposal: Proposal, accepted: Int[Array, " B"], last: Int[Array, " B"], state: DecodeState
-) -> StepOutput:
+) -> tuple[Int[Array, "B T"], Int[Array, "B 4"]]:
     """Put the accepted drafts and the last token in a row, cut it at a stop token, count."""
     drafts = proposal.tokens.shape[1]
     slots = jnp.arange(drafts + 1)
@@ -175,10 +192,7 @@ def emit(
     done = stopped | (state.cached + emitted >= state.limit)
     counts = jnp.stack([emitted, jnp.minimum(accepted, emitted), proposed, done], axis=1)
     idle = jnp.array([0, 0, 0, 1], jnp.int32)
-    return StepOutput(
-        tokens=tokens,
-        counts=jnp.where(state.done[:, None], idle, counts.astype(jnp.int32)),
-    )
+    return tokens, jnp.where(state.done[:, None], idle, counts.astype(jnp.int32))
 
 
 def is_stop(tokens: Int[Array, "B T"], stop_ids: Int[Array, "B stop"]) -> Bool[Array, "B T"]:

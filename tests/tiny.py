@@ -23,7 +23,9 @@ from dspark_jax.config import (
 )
 from dspark_jax.draft import Draft
 from dspark_jax.layers import abstract_params, rms_norm
-from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, RowSettings
+from dspark_jax.request import SamplingParams
+from dspark_jax.rows import row_settings
+from dspark_jax.state import MAX_ROUNDS, RowSettings
 from dspark_jax.target import Target
 
 
@@ -136,18 +138,14 @@ class Request:
     stop_ids: Sequence[int] = ()
 
     def settings(self) -> RowSettings:
-        stops = np.full(MAX_STOP_IDS, -1, np.int32)
-        stops[: len(self.stop_ids)] = self.stop_ids
-        return RowSettings(
-            prompt_length=jnp.int32(len(self.prompt)),
-            max_tokens=jnp.int32(self.max_tokens),
-            temperature=jnp.float32(self.temperature),
-            top_p=jnp.float32(self.top_p),
-            top_k=jnp.int32(self.top_k),
-            min_p=jnp.float32(self.min_p),
-            seed=jnp.array([self.seed >> 32, self.seed & 0xFFFFFFFF], jnp.uint32),
-            stop_ids=jnp.asarray(stops),
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
         )
+        return row_settings(len(self.prompt), params, seed=self.seed, stop_ids=self.stop_ids)
 
 
 @dataclass
@@ -165,7 +163,7 @@ def start(
     """Admit a request and prefill its prompt; returns the state and the first token."""
     state = decode.admit(config, state, jnp.int32(slot), request.settings())
     chunk = config.decode.prefill_chunk
-    first = jnp.int32(-1)
+    first = None
     for begin in range(0, len(request.prompt), chunk):
         ids = np.zeros(chunk, np.int32)
         part = request.prompt[begin : begin + chunk]
@@ -179,7 +177,7 @@ def start(
             jnp.int32(len(part)),
             jnp.bool_(begin + chunk >= len(request.prompt)),
         )
-    return state, int(first)
+    return state, int(first.token)
 
 
 def one_round(config: ModelConfig, params: Any, state: Any) -> tuple[Any, Any, Any]:
