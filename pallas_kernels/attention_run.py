@@ -27,7 +27,11 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Problem:
-    """Static geometry of a launch. A tile holds the padded rows of `members` query heads."""
+    """Static geometry of a launch.
+
+    A tile holds the padded rows of `members` query heads of one key head. Wide heads are shared
+    between cells, each of which computes some columns of the output.
+    """
 
     shape: tuple[int, ...]  # of the queries
     rows: int  # the queries' own; their array may be padded to 16
@@ -54,13 +58,21 @@ class Problem:
         return -(-self.group // self.members)
 
     @property
-    def part(self) -> int:
-        """Columns of the output that one wgmma computes: more would take too many registers."""
-        return self.shape[3] if self.shape[3] <= 128 else 64
+    def columns(self) -> int:
+        """Columns of the output that a cell computes: more would take too many registers."""
+        return min(self.shape[3], 128)
 
     @property
     def items(self) -> int:
         return padded_items(self.config.slots, self.shape[0], self.kv_heads)
+
+
+class Cell(NamedTuple):
+    """A cell of the grid, besides its item."""
+
+    tile: Any
+    column: Any  # first of its columns of the output
+    problem: Problem
 
 
 def _query_rows(item: Item, problem: Problem) -> Any:
@@ -72,16 +84,20 @@ def _query_rows(item: Item, problem: Problem) -> Any:
 
 
 def _softmax_step(
-    scores: Any, key: Any, item: Item, carry: tuple[Any, Any], problem: Problem
+    scores: Any, first: Any, item: Item, carry: tuple[Any, Any], problem: Problem
 ) -> tuple[Any, Any, Any, Any]:
-    """Mask a tile of scores and fold it into the running maximum and sum, in base 2."""
+    """Mask scores of the keys from `first` on and fold them into the running maximum and sum.
+
+    Both are in base 2. Limits are relative to `first`, so that they cost one value a row.
+    """
     top, total = carry
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-    position = item.start + jnp.bitwise_and(row, problem.padded - 1)
-    end = item.start + problem.rows - 1
-    visible = key <= (jnp.minimum(position, end) if problem.causal else end)
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    end = item.start + problem.rows - 1 - first
+    position = jnp.bitwise_and(row, problem.padded - 1) + (item.start - first)
+    visible = column <= (jnp.minimum(position, end) if problem.causal else end)
     if problem.window:
-        visible = jnp.logical_and(visible, key > position - problem.window)
+        visible = jnp.logical_and(visible, column > position - problem.window)
     scores = jnp.where(visible, scores * (problem.shape[3] ** -0.5 * LOG2_E), -jnp.inf)
     higher = jnp.maximum(top, scores.max(axis=1))
     kept = jnp.exp2(top - higher)
@@ -105,12 +121,13 @@ def scratch_types(problem: Problem) -> Scratch:
     """Return the shared memory that a cell needs."""
     block, stages = problem.config.block, problem.config.stages
     width, dtype = problem.shape[3], problem.dtype
-    cached = plgpu.SMEM((stages, block, width), dtype, transforms=matrix_tiles())
-    output = plgpu.SMEM((TILE, width), jnp.float32, transforms=matrix_tiles(32))
+    keys = plgpu.SMEM((stages, block, width), dtype, transforms=matrix_tiles())
+    values = plgpu.SMEM((stages, block, problem.columns), dtype, transforms=matrix_tiles())
+    output = plgpu.SMEM((TILE, problem.columns), jnp.float32, transforms=matrix_tiles(32))
     return Scratch(
         q_tile=plgpu.SMEM((TILE, width), dtype, transforms=matrix_tiles()),
         p_tile=plgpu.SMEM((TILE, block), dtype, transforms=matrix_tiles()),
-        tiles=plgpu.RefUnion((cached, cached), output),
+        tiles=plgpu.RefUnion((keys, values), output),
         sums=plgpu.SMEM((TILE,), jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=problem.members),
         k_ready=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
@@ -133,118 +150,121 @@ def _filled(shape: tuple[int, ...], value: float, layout: Any) -> Any:
 def _attend_run(
     item: Item, fetch: Callable[[Any], None], scratch: Scratch, problem: Problem
 ) -> tuple[Any, Any, Any]:
-    """Attend to a run's tiles, the first of them on their way; return parts, maximum and sum."""
+    """Attend to a run's tiles, the first of them on their way; return output, maximum and sum.
+
+    The output is not yet divided by the sum.
+    """
     (k_tiles, v_tiles), _ = scratch.tiles
     block, stages = problem.config.block, problem.config.stages
-    width, part = problem.shape[3], problem.part
     block, stages = problem.config.block, problem.config.stages
-    width, part = problem.shape[3], problem.part
 
     def step(i: Any, carry: Any) -> Any:
-        outs, top, total = carry
+        out, top, total = carry
         stage = lax.rem(i, stages)
         plgpu.barrier_wait(scratch.k_ready.at[stage])
         scores = _matmul(scratch.q_tile, k_tiles.at[stage].T)
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        key = column + (item.first + i) * block
-        weights, kept, top, total = _softmax_step(scores, key, item, (top, total), problem)
+        first = (item.first + i) * block
+        weights, kept, top, total = _softmax_step(scores, first, item, (top, total), problem)
         scratch.p_tile[...] = weights.astype(problem.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(scratch.v_ready.at[stage])
-        updated = []
-        for j, out in enumerate(outs):
-            v_part = v_tiles.at[stage, :, pl.ds(j * part, part)]
-            rescaled = out * lax.broadcast_in_dim(kept, out.shape, [0])
-            updated.append(rescaled + _matmul(scratch.p_tile, v_part))
+        product = _matmul(scratch.p_tile, v_tiles.at[stage])
+        out = out * lax.broadcast_in_dim(kept, out.shape, [0]) + product
         pl.when(i + stages < item.count)(lambda: fetch(i + stages))
-        return tuple(updated), top, total
+        return out, top, total
 
     rows = plgpu.Layout.WGMMA.reduce(1)
-    outs = tuple(_filled((TILE, part), 0.0, plgpu.Layout.WGMMA) for _ in range(width // part))
-    carry = (outs, _filled((TILE,), NEGATIVE, rows), _filled((TILE,), 0.0, rows))
+    out = _filled((TILE, problem.columns), 0.0, plgpu.Layout.WGMMA)
+    carry = (out, _filled((TILE,), NEGATIVE, rows), _filled((TILE,), 0.0, rows))
     return lax.fori_loop(0, item.count, step, carry)
 
 
-def _store_whole(outs: Any, item: Item, tile: Any, out: Any, q_tile: Any, problem: Problem) -> None:
+def _store_whole(value: Any, item: Item, cell: Cell, out: Any, q_tile: Any) -> None:
     """Store the output of a row that has one run. The queries' tile is free by now."""
-    for j, value in enumerate(outs):
-        q_tile[:, j * problem.part : (j + 1) * problem.part] = value.astype(problem.dtype)
+    problem = cell.problem
+    columns = pl.ds(cell.column, problem.columns)
+    q_tile[:, : problem.columns] = value.astype(problem.dtype)
     plgpu.commit_smem()
     for i in range(problem.members):
-        member = tile * problem.members + i
+        member = cell.tile * problem.members + i
 
         @pl.when(member < problem.group)
         def store_head(i: int = i, member: Any = member) -> None:
             head = item.head * problem.group + member
-            source = q_tile.at[pl.ds(i * problem.padded, problem.padded)]
-            plgpu.copy_smem_to_gmem(source, out.at[item.batch, _query_rows(item, problem), head])
+            source = q_tile.at[pl.ds(i * problem.padded, problem.padded), pl.ds(0, problem.columns)]
+            target = out.at[item.batch, _query_rows(item, problem), head, columns]
+            plgpu.copy_smem_to_gmem(source, target)
 
     plgpu.wait_smem_to_gmem(0)
 
 
 def _store_part(
-    outs: Any, sums: Any, item: Item, tile: Any, parts: Any, scratch: Scratch, problem: Problem
+    value: Any, logs: Any, item: Item, cell: Cell, parts: Any, sums: Any, scratch: Scratch
 ) -> None:
-    """Store one run's output and logarithmic sum for the join."""
+    """Store one run's output and logarithmic sums for the join."""
+    problem = cell.problem
     _, output = scratch.tiles
-    part_refs, sum_refs = parts
-    for j, value in enumerate(outs):
-        output[:, j * problem.part : (j + 1) * problem.part] = value
-    scratch.sums[...] = sums
+    output[...] = value
+    scratch.sums[...] = logs
     plgpu.commit_smem()
-    rows = problem.members * problem.padded
-    plgpu.copy_smem_to_gmem(output.at[pl.ds(0, rows)], part_refs.at[item.slot, tile])
-    plgpu.copy_smem_to_gmem(scratch.sums, sum_refs.at[item.slot, tile])
+    target = parts.at[item.slot, cell.tile, :, pl.ds(cell.column, problem.columns)]
+    plgpu.copy_smem_to_gmem(output.at[pl.ds(0, problem.members * problem.padded)], target)
+
+    @pl.when(cell.column == 0)
+    def store_sums() -> None:
+        plgpu.copy_smem_to_gmem(scratch.sums, sums.at[item.slot, cell.tile])
+
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load_queries(q: Any, item: Item, tile: Any, scratch: Scratch, problem: Problem) -> None:
+def _load_queries(q: Any, item: Item, cell: Cell, scratch: Scratch) -> None:
     """Start copying a tile's query heads; a tile past the last one repeats it."""
+    problem = cell.problem
     for i in range(problem.members):
-        member = jnp.minimum(tile * problem.members + i, problem.group - 1)
+        member = jnp.minimum(cell.tile * problem.members + i, problem.group - 1)
         head = item.head * problem.group + member
         target = scratch.q_tile.at[pl.ds(i * problem.padded, problem.padded)]
         source = q.at[item.batch, _query_rows(item, problem), head]
         plgpu.copy_gmem_to_smem(source, target, scratch.q_ready)
 
 
-def _work(
-    item: Item, tile: Any, operands: Any, results: Any, scratch: Scratch, problem: Problem
-) -> None:
+def _work(item: Item, cell: Cell, operands: Any, results: Any, scratch: Scratch) -> None:
     """Do one item: read the queries and the run's tiles, attend, store."""
     q, k_cache, v_cache = operands
     out, parts, sums, plan = results
     (k_tiles, v_tiles), _ = scratch.tiles
+    problem = cell.problem
     block, stages = problem.config.block, problem.config.stages
 
     def fetch(i: Any) -> None:
         stage, rows = lax.rem(i, stages), pl.ds((item.first + i) * block, block)
-        keys, values = (cache.at[item.batch, rows, item.head] for cache in (k_cache, v_cache))
+        columns = pl.ds(cell.column, problem.columns)
+        keys = k_cache.at[item.batch, rows, item.head]
+        values = v_cache.at[item.batch, rows, item.head, columns]
         plgpu.copy_gmem_to_smem(keys, k_tiles.at[stage], scratch.k_ready.at[stage])
         plgpu.copy_gmem_to_smem(values, v_tiles.at[stage], scratch.v_ready.at[stage])
 
     for i in range(stages):
         pl.when(i < item.count)(partial(fetch, jnp.int32(i)))
-    _load_queries(q, item, tile, scratch, problem)
+    _load_queries(q, item, cell, scratch)
 
-    @pl.when(jnp.logical_and(item.leads, tile == 0))
+    @pl.when(jnp.logical_and(item.leads, jnp.logical_and(cell.tile == 0, cell.column == 0)))
     def write_plan() -> None:
         plan[item.batch, 0] = item.base
         plan[item.batch, 1] = item.runs
 
     plgpu.barrier_wait(scratch.q_ready)
-    outs, top, total = _attend_run(item, fetch, scratch, problem)
+    value, top, total = _attend_run(item, fetch, scratch, problem)
     total = jnp.maximum(total, -1 / NEGATIVE)  # a row may see nothing in this run
-    outs = [value * lax.broadcast_in_dim(1 / total, value.shape, [0]) for value in outs]
+    value = value * lax.broadcast_in_dim(1 / total, value.shape, [0])
 
     @pl.when(item.runs == 1)
     def store_whole() -> None:
-        _store_whole(outs, item, tile, out, scratch.q_tile, problem)
+        _store_whole(value, item, cell, out, scratch.q_tile)
 
     @pl.when(item.runs > 1)
     def store_part() -> None:
-        logs = top + jnp.log2(total)
-        _store_part(outs, logs, item, tile, (parts, sums), scratch, problem)
+        _store_part(value, top + jnp.log2(total), item, cell, parts, sums, scratch)
 
 
 def attend_runs(problem: Problem) -> Callable[..., Any]:
@@ -266,16 +286,17 @@ def attend_runs(problem: Problem) -> Callable[..., Any]:
             window=problem.window,
             config=problem.config,
         )
-        tile = lax.axis_index("tile")
+        column = lax.axis_index("share") * problem.columns
+        cell = Cell(lax.axis_index("tile"), column, problem)
 
         @pl.when(item.valid)
         def work() -> None:
-            _work(item, tile, (q, k_cache, v_cache), results, scratch, problem)
+            _work(item, cell, (q, k_cache, v_cache), results, scratch)
 
     return launch(
         attend,
         name="block_attention",
-        grid={"tile": problem.tiles, "item": problem.items},
+        grid={"share": width // problem.columns, "tile": problem.tiles, "item": problem.items},
         out_type=(
             jax.ShapeDtypeStruct(problem.shape, problem.dtype),
             jax.ShapeDtypeStruct((problem.items, problem.tiles, rows, width), jnp.float32),
