@@ -15,14 +15,8 @@ FinishReason = Literal["stop", "length"]
 # target's token after a fully accepted proposal; the target alone, with nothing proposed.
 Origin = Literal["draft", "corrected", "bonus", "target"]
 
-_UNSUPPORTED: Mapping[str, Any] = {
-    "logprobs": None,
-    "min_tokens": 0,
-    "logit_bias": None,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+MAX_LOGPROBS = 20  # most likely tokens that can be reported beside each emitted one
+MAX_BIAS = 300  # entries of a logit bias
 
 
 def _require(condition: bool, message: str) -> None:
@@ -54,8 +48,15 @@ class SamplingParams:
     (0 = off) and `min_p` cut the law as transformers' logits warpers do, in the order top_k,
     top_p, min_p after the temperature. `seed` (64 bits) is drawn and reported when None. `stop`
     strings end the text and are removed from it; `stop_token_ids` add to the model's own stop
-    set, which `ignore_eos` drops. Raises ValueError for a value out of range and, by name, for an
-    option that is not supported.
+    set, which `ignore_eos` drops. `logprobs=n` (0 to 20) reports the log-probability of each token
+    and of the n most likely ones under the model's own law, before anything below or above cuts it.
+
+    `logit_bias` (id to addend, at most 300) and `min_tokens` (no stop token before) act on the
+    logits first; `repetition_penalty` divides or multiplies the logits of ids in the prompt and
+    the output (transformers); `presence_penalty` and `frequency_penalty` are subtracted for ids in
+    the output, once and per occurrence (OpenAI). All act as if tokens were decoded one by one.
+
+    Raises ValueError for a value out of range.
     """
 
     max_tokens: int = 128
@@ -69,18 +70,12 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     min_tokens: int = 0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, neutral in _UNSUPPORTED.items():
-            value = getattr(self, name)
-            _require(
-                value == neutral,
-                f"{name}={value!r} is not supported; leave it at {neutral!r}",
-            )
         self._settle("max_tokens", _integer("max_tokens", self.max_tokens))
         self._settle("top_k", _integer("top_k", self.top_k))
         for name in ("temperature", "top_p", "min_p"):
@@ -102,6 +97,42 @@ class SamplingParams:
         ids = tuple(_integer("stop_token_ids", i) for i in self.stop_token_ids)
         _require(min(ids, default=0) >= 0, f"stop_token_ids cannot be negative: {list(ids)}")
         self._settle("stop_token_ids", ids)
+        self._check_controls()
+
+    def _check_controls(self) -> None:
+        if self.logprobs is not None:
+            self._settle("logprobs", _integer("logprobs", self.logprobs))
+            _require(
+                0 <= self.logprobs <= MAX_LOGPROBS,
+                f"logprobs must be within 0 and {MAX_LOGPROBS}, got {self.logprobs}",
+            )
+        self._settle("min_tokens", _integer("min_tokens", self.min_tokens))
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be within 0 and max_tokens {self.max_tokens}, got {self.min_tokens}",
+        )
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            self._settle(name, _number(name, getattr(self, name)))
+        _require(
+            self.repetition_penalty > 0,
+            f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} must be within -2 and 2 (0 is off), got {value}")
+        if self.logit_bias is not None:
+            bias = {
+                _integer("logit_bias", token): _number("logit_bias", value)
+                for token, value in dict(self.logit_bias).items()
+            }
+            _require(
+                len(bias) <= MAX_BIAS, f"logit_bias has {len(bias)} entries, at most {MAX_BIAS} fit"
+            )
+            _require(
+                min(bias, default=0) >= 0,
+                f"logit_bias ids cannot be negative: {min(bias, default=0)}",
+            )
+            self._settle("logit_bias", tuple(bias.items()))  # hashable
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -110,6 +141,20 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True where the target's most probable token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def controlled(self) -> bool:
+        """True where the logits are adjusted before the law is made."""
+        return (
+            bool(self.logit_bias)
+            or self.min_tokens > 0
+            or (
+                self.repetition_penalty,
+                self.presence_penalty,
+                self.frequency_penalty,
+            )
+            != (1.0, 0.0, 0.0)
+        )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dspark_jax.request import SamplingParams
-from dspark_jax.state import MAX_BIAS_IDS, MAX_STOP_IDS, RowSettings
+from dspark_jax.request import MAX_BIAS, SamplingParams
+from dspark_jax.state import MAX_STOP_IDS, RowSettings
 
 
 def row_settings(
@@ -21,7 +21,7 @@ def row_settings(
     """
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop tokens are above the limit of {MAX_STOP_IDS}")
-    bias = params.logit_bias or {}
+    bias = dict(params.logit_bias or ())
     return RowSettings(
         prompt_length=np.int32(prompt_length),
         max_tokens=np.int32(params.max_tokens),
@@ -35,8 +35,8 @@ def row_settings(
         repetition_penalty=np.float32(params.repetition_penalty),
         presence_penalty=np.float32(params.presence_penalty),
         frequency_penalty=np.float32(params.frequency_penalty),
-        bias_ids=_padded(list(bias), MAX_BIAS_IDS, -1, np.int32),
-        bias_values=_padded(list(bias.values()), MAX_BIAS_IDS, 0, np.float32),
+        bias_ids=_padded(list(bias), MAX_BIAS, -1, np.int32),
+        bias_values=_padded(list(bias.values()), MAX_BIAS, 0, np.float32),
     )
 
 

@@ -8,8 +8,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MAX_STOP_IDS = 64  # stop tokens a row can hold; unused places are -1
-MAX_BIAS_IDS = 300  # entries of a logit bias; unused places are -1
-MAX_LOGPROBS = 20  # most likely tokens that can be reported beside an emitted one
 MAX_ROUNDS = 16  # rounds that one call of `decode_rounds` can run
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}: nested dicts of arrays

@@ -59,6 +59,16 @@ def test_greedy_below_the_threshold(temperature, greedy):
         ("stop", [3]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("min_tokens", -1),
+        ("min_tokens", 129),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: float("inf")}),
+        ("logit_bias", dict.fromkeys(range(301), 1.0)),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "much"),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
@@ -67,19 +77,26 @@ def test_a_value_out_of_range_is_named(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("options", "controlled"),
     [
-        ("logprobs", 0),
-        ("min_tokens", 1),
-        ("logit_bias", {3: 1.0}),
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
+        ({}, False),
+        ({"logprobs": 20}, False),
+        ({"min_tokens": 1}, True),
+        ({"logit_bias": {3: 1.0}}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
     ],
 )
-def test_an_unsupported_option_raises_by_name(name, value):
-    with pytest.raises(ValueError, match=f"{name}=.*not supported"):
-        SamplingParams(**{name: value})
+def test_controls_are_known_from_what_was_asked(options, controlled):
+    params = SamplingParams(**options)
+    assert params.controlled is controlled
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+def test_an_unknown_option_raises_by_name():
+    with pytest.raises(TypeError, match="beam_width"):
+        SamplingParams(beam_width=4)
 
 
 def test_a_chunk_joins_its_pieces():
