@@ -13,7 +13,7 @@ from dspark_jax.rows import row_settings
 from tests.tiny import agreeing_params, many_rounds, quick_compilation, tiny_config
 
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 3, 5]
-STOP = 7
+STOP = 60
 CONTROLS = {
     "bias": {"logit_bias": {4: 3.0, 9: -100.0, 26: -100.0}},
     "repetition": {"repetition_penalty": 1.8},
@@ -91,7 +91,7 @@ def test_least_length_holds_the_stop_back_and_no_longer(pair):
 def test_each_slot_counts_the_drafts_before_it():
     """`adjust_block` against a numpy loop that decodes one token at a time."""
     rng = np.random.default_rng(0)
-    batch, vocab, drafts = 3, 17, 4
+    batch, vocab, drafts = 3, 61, 4
     asked = [SamplingParams(**CONTROLS[name]) for name in ("all", "repetition", "bias")]
     asked[2] = replace(asked[2], logit_bias={4: 3.0, 11: -9.0})
     controls = init_controls(batch, vocab)
