@@ -96,7 +96,10 @@ def _convert(arguments: argparse.Namespace, overrides: DraftOverrides) -> None:
     dtype = arguments.dtype or stored_dtype(target, draft)
     with _Progress("target") as progress:
         params = {"target": load_target_params(target, dtype, progress)}
-    origin = {"target": arguments.target, "draft": arguments.draft}
+    warnings = [*target.warnings, *(draft.warnings if draft else ())]
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    origin = {"target": arguments.target, "draft": arguments.draft, "warnings": warnings}
     if draft is not None:
         with _Progress("draft") as progress:
             params["draft"] = load_draft_params(draft, dtype, progress)

@@ -44,6 +44,10 @@ class DraftReading:
     packaging: Packaging
     overrides: DraftOverrides
     warnings: list[str] = field(default_factory=list)
+    weights: str = "the weights"  # where the tensors are, in words
+
+    def tensor_problem(self, name: str, message: str) -> None:
+        self.problems.append(f"{name} in {self.weights}: {message}")
 
     @property
     def problems(self) -> list[str]:

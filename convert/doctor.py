@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from convert.apply import Dtype, Progress, param_bytes, scan
@@ -17,7 +16,7 @@ from convert.names import MAPS
 from convert.packaging import read_draft, read_target, share_with_target
 from convert.problems import CheckpointError
 from convert.sources import DraftSource, Source, TargetSource
-from convert.tokens import stop_token_ids, token_ids
+from convert.tokens import stop_token_ids
 from dspark_jax.cache import cache_bytes, capacity
 from dspark_jax.config import DecodeConfig, ModelConfig
 
@@ -29,9 +28,7 @@ class Report:
     target: TargetSource | None = None
     draft: DraftSource | None = None
     problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     stop_ids: tuple[int, ...] = ()
-    tokenizer: str = ""
     memory: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -67,7 +64,6 @@ def examine(
         theirs = attempt(lambda: read_draft(resolve_folder(draft), found, overrides))
         if theirs is not None:
             report.draft = attempt(lambda: share_with_target(theirs, found)) or theirs
-            attempt(lambda: compare_tokenizers(report, found.folder, theirs.folder))
     for source in (report.target, report.draft):
         if source is not None:
             attempt(partial(scan, source, progress))
@@ -86,26 +82,6 @@ def stored_dtype(*sources: Source | None) -> Dtype:
         if name not in MAPS
     }
     return "bfloat16" if kinds <= {"BF16"} else "float32"
-
-
-def compare_tokenizers(report: Report, target: Path, draft: Path) -> None:
-    """Hold the draft's tokenizer, where it brings one, against the target's."""
-    ours, theirs = token_ids(target), token_ids(draft)
-    if not ours or not theirs:
-        report.tokenizer = "not compared: the draft brings none" if ours else "none in the target"
-        return
-    moved = [token for token, i in theirs.items() if ours.get(token, i) != i]
-    strange = [token for token in theirs if token not in ours]
-    if not moved and not strange:
-        report.tokenizer = "the same for both"
-        return
-    report.tokenizer = f"{len(moved)} tokens with another id, {len(strange)} unknown to the target"
-    if len(moved) + len(strange) > max(32, len(ours) // 1000):
-        raise CheckpointError(
-            f"tokenizer.json: {report.tokenizer}: the draft was made for another tokenizer",
-            f"draft {draft}",
-        )
-    report.warnings.append(f"tokenizer.json of the draft: {report.tokenizer}")
 
 
 def _fit_and_memory(report: Report, target: TargetSource, dtype: Dtype, max_length: int) -> None:
@@ -137,11 +113,9 @@ def as_json(report: Report) -> str:
     tree = {
         "verdict": report.verdict,
         "problems": report.problems,
-        "warnings": report.warnings,
         "target": _source_tree(report.target),
         "draft": _source_tree(report.draft),
         "stop_token_ids": list(report.stop_ids),
-        "tokenizer": report.tokenizer,
         "memory": report.memory,
     }
     return json.dumps(tree, indent=2)
@@ -171,11 +145,8 @@ def as_text(report: Report) -> str:
             lines += _source_lines(role, source)
     if report.target is not None:
         lines.append(f"stop token ids   {list(report.stop_ids)}")
-    if report.tokenizer:
-        lines.append(f"tokenizer        {report.tokenizer}")
     if report.memory:
         lines.append("memory           " + _memory_words(report.memory))
-    lines += [f"warning          {warning}" for warning in report.warnings]
     lines += [f"problem          {problem}" for problem in report.problems]
     return "\n".join([*lines, f"verdict          {report.verdict}"])
 

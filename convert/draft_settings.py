@@ -82,7 +82,7 @@ def read_markov(draft: DraftReading) -> tuple[Literal["none", "vanilla", "gated"
         if rank:
             draft.config.problem(f"markov_rank is {rank}, but the tensor {W1} is missing")
         elif W2 in draft.shapes:
-            draft.problems.append(f"{W1}: missing, although {W2} is there")
+            draft.tensor_problem(W1, f"missing, although {W2} is there")
         return "none", 0
     kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
     if "markov_head.gate_proj.weight" in draft.shapes:

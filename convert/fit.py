@@ -80,10 +80,11 @@ def _fitting_taps(
         )
     shape = draft.shapes.get("fc.weight", ())
     if len(shape) == 2 and taps and shape[1] != len(taps) * width:
-        draft.problems.append(
-            f"fc.weight: reads {shape[1]} features, but {len(taps)} taps of a target {width} wide"
+        draft.tensor_problem(
+            "fc.weight",
+            f"reads {shape[1]} features, but {len(taps)} taps of a target {width} wide"
             f" give {len(taps) * width}: this draft is not for this target, or target_layer_ids"
-            " is wrong"
+            " is wrong",
         )
     given = reading.find("target_hidden_size", SIZE)
     if given is not None and given != width:
@@ -126,9 +127,10 @@ def _draft_vocabulary(draft: DraftReading, target_rows: int) -> int:
     if rows >= target_rows:
         return target_rows
     if not mapped:
-        draft.problems.append(
-            f"d2t: missing, but the draft's head has {rows} rows for {target_rows} target ids: a"
-            " reduced vocabulary needs its map"
+        draft.tensor_problem(
+            "d2t",
+            f"missing, but the draft's head has {rows} rows for {target_rows} target ids: a"
+            " reduced vocabulary needs its map",
         )
     return rows
 
@@ -140,10 +142,10 @@ def _own(
     embedding, head = ("embed_tokens.weight" in draft.shapes, "lm_head.weight" in draft.shapes)
     width, wide = layers.hidden_size, target.layers.hidden_size
     if reduced and not head:
-        draft.problems.append("lm_head.weight: missing; a reduced vocabulary needs its own head")
+        draft.tensor_problem("lm_head.weight", "missing; a reduced vocabulary needs its own head")
     elif width != wide and not (embedding and head):
-        draft.problems.append(
-            f"embed_tokens.weight or lm_head.weight: missing, and the target's are {wide} wide"
-            f" where the draft is {width}"
+        draft.tensor_problem(
+            "embed_tokens.weight or lm_head.weight",
+            f"missing, and the target's are {wide} wide where the draft is {width}",
         )
     return embedding, head

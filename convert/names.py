@@ -213,6 +213,12 @@ def set_aside(named: dict[str, Tensor]) -> list[Ignored]:
     return found
 
 
+def weights_words(tensors: Iterable[Tensor]) -> str:
+    """Return the name of the only weight file, or words for all of them."""
+    files = {tensor.file.name for tensor in tensors}
+    return files.pop() if len(files) == 1 else "the weight files"
+
+
 def check_tensors(plan: Plan, named: dict[str, Tensor], problems: list[str]) -> list[str]:
     """Hold the tensors against the plan, both ways; return warnings on padded rows.
 
@@ -220,8 +226,7 @@ def check_tensors(plan: Plan, named: dict[str, Tensor], problems: list[str]) -> 
     """
     warnings = []
     expected = {piece.source: piece for entry in plan.values() for piece in entry.pieces}
-    file = next((tensor.file.name for tensor in named.values()), "the checkpoint")
-    where = file if len({t.file for t in named.values()}) < 2 else "every shard"
+    where = weights_words(named.values())
     for name, piece in expected.items():
         tensor = named.get(name)
         if tensor is None:

@@ -12,11 +12,19 @@ from pathlib import Path
 from convert.decoder import MODEL_TYPES, read_layers
 from convert.dialects import W1, DraftOverrides, DraftReading, architectures, identify
 from convert.fit import resolve_draft
-from convert.names import Ignored, check_tensors, draft_plan, target_plan, without_absent_bias
+from convert.names import (
+    Ignored,
+    check_tensors,
+    draft_plan,
+    target_plan,
+    weights_words,
+    without_absent_bias,
+)
 from convert.problems import CheckpointError, raise_problems
 from convert.reader import equal_tensors
 from convert.settings import FLAG, LENGTH, SIZE, WORD, ConfigReading
 from convert.sources import DraftSource, TargetSource, open_folder
+from convert.tokens import compare_tokenizers
 from dspark_jax.config import LayersConfig, TargetConfig
 
 __all__ = [
@@ -110,10 +118,18 @@ def read_draft(
         reading.problem(f"{names} is not a known draft packaging{hint}")
         raise CheckpointError(problems, opened.subject)
     shapes = {name: tensor.shape for name, tensor in named.items()}
-    draft = DraftReading(reading, shapes, packaging, overrides or DraftOverrides(), opened.warnings)
+    draft = DraftReading(
+        reading,
+        shapes,
+        packaging,
+        overrides or DraftOverrides(),
+        opened.warnings,
+        weights_words(named.values()),
+    )
     if draft.own_tied_head():
         named[HEAD] = named[EMBEDDING]
     config = resolve_draft(draft, target.config)
+    _hold_tokenizers(draft, target.folder, opened.folder)
     raise_problems(problems, opened.subject)
     assert config is not None
     identity_map = None if config.reduced_vocabulary else named.pop(MAP, None)
@@ -126,6 +142,16 @@ def read_draft(
     raise_problems(problems, opened.subject)
     described = opened.described(f"{packaging.name} ({packaging.why})", plan)
     return DraftSource(**described, config=config, identity_map=identity_map)
+
+
+def _hold_tokenizers(draft: DraftReading, target: Path, folder: Path) -> None:
+    """A draft of another tokenizer drafts other words under the same ids."""
+    words, differ, far = compare_tokenizers(target, folder)
+    draft.config.record("tokenizer", words, "tokenizer.json")
+    if far:
+        draft.problems.append(f"tokenizer.json: {words}: the draft is for another tokenizer")
+    elif differ:
+        draft.warnings.append(f"tokenizer.json: {words}")
 
 
 def share_with_target(draft: DraftSource, target: TargetSource) -> DraftSource:

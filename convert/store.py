@@ -18,7 +18,7 @@ import jax
 
 from convert.apply import DTYPES, Dtype, Params, put
 from convert.names import MAPS, Plan, draft_plan, target_plan
-from convert.problems import CheckpointError
+from convert.problems import CheckpointError, raise_problems
 from convert.reader import read_json
 from convert.sources import STORE_FILE
 from convert.tokens import copy_token_files, stop_token_ids
@@ -168,15 +168,37 @@ def restore(
         wanted.pop("draft", None)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
+            path = Path(folder).absolute() / PARAMS
+            held = checkpointer.metadata(path).item_metadata.tree
+            _check_shapes(wanted, held if draft else {"target": held["target"]})
             params = checkpointer.restore(
-                Path(folder).absolute() / PARAMS,
+                path,
                 args=ocp.args.PyTreeRestore(
                     item=wanted,
                     restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
                     partial_restore=not draft,
                 ),
             )
+    except CheckpointError as error:
+        raise CheckpointError(error.problems, str(folder)) from None
     except Exception as error:  # Orbax and TensorStore raise many kinds
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(f"the weights cannot be restored ({first})", str(folder)) from None
     return params, header
+
+
+def _check_shapes(wanted: Params, held: Params) -> None:
+    """Hold the stored tree against the configs first: a failed restore leaves threads behind."""
+    shapes, stored = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in flat}
+        for flat in map(jax.tree_util.tree_leaves_with_path, (wanted, held))
+    )
+    names = sorted(shapes.keys() | stored.keys())
+    raise_problems(
+        [
+            f"{PARAMS}: {name}: stored with shape {stored.get(name)}, the configs ask for"
+            f" {shapes.get(name)}"
+            for name in names
+            if shapes.get(name) != stored.get(name)
+        ]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,25 @@ def token_ids(folder: Path) -> dict[str, int]:
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):
             ids[entry["content"]] = entry.get("id")
     return {token: i for token, i in ids.items() if type(i) is int}
+
+
+def compare_tokenizers(target: Path, draft: Path) -> tuple[str, bool, bool]:
+    """Hold the draft's tokenizer.json, where it brings one, against the target's.
+
+    Returns what was found in words, whether the two differ, and whether they differ by more than
+    a few added tokens.
+    """
+    first, second = target / "tokenizer.json", draft / "tokenizer.json"
+    if not (first.is_file() and second.is_file()):
+        return "not compared: the draft or the target brings none", False, False
+    if filecmp.cmp(first, second, shallow=False):
+        return "the same file", False, False
+    ours, theirs = token_ids(target), token_ids(draft)
+    moved = [token for token, i in theirs.items() if ours.get(token, i) != i]
+    strange = [token for token in theirs if token not in ours]
+    words = f"{len(moved)} tokens with another id, {len(strange)} that the target does not know"
+    few = max(32, len(ours) // 1000)
+    return words, bool(moved or strange), len(moved) + len(strange) > few
 
 
 def copy_token_files(source: Path, folder: Path) -> list[str]:

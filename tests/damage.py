@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from convert.__main__ import main
+from convert.problems import SHOWN
 from tests.checkpoints import (
     DIALECTS,
     TinyPair,
@@ -201,12 +202,9 @@ def reduced(maps: dict[str, np.ndarray], size: int = 6) -> Damage:
 
 
 def assert_refused(
-    folder: Path, damage: Damage, words: str, capsys: pytest.CaptureFixture[str], converts: bool
+    folder: Path, damage: Damage, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check the damaged pair on the command line: exit code 2 and a sentence with `words`.
-
-    `converts` says that only --check reads the damaged file, so that --out works.
-    """
+    """Check and convert the damaged pair: exit code 2 and a sentence with `words` both times."""
     write_target(folder / "target", PAIR)
     write_draft(folder / "draft", PAIR)
     damage(folder)
@@ -217,7 +215,10 @@ def assert_refused(
     assert report["verdict"] == "refused"
     assert any(words in problem for problem in report["problems"]), report["problems"]
     assert output.err.startswith("error: ")
-    assert main([*arguments, "--out", str(folder / "store")]) == (0 if converts else 2)
+    assert main([*arguments, "--out", str(folder / "store")]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert converts or output.err.startswith("error: ")
+    assert output.err.splitlines()[-1].strip()
+    assert "error: " in output.err
+    assert words in output.err or len(report["problems"]) > SHOWN
+    assert not (folder / "store").exists()

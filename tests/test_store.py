@@ -87,7 +87,7 @@ def test_a_target_alone_makes_a_store(tmp_path: Path) -> None:
     restored, header = restore(out)
     assert header.draft is None
     assert list(restored) == ["target"]
-    assert header.origin == {"target": str(target), "draft": None}
+    assert header.origin == {"target": str(target), "draft": None, "warnings": []}
     assert header.dtype == "bfloat16"
 
 
@@ -127,12 +127,13 @@ def test_damaged_stores_are_refused_in_a_sentence(tmp_path: Path) -> None:
         ({"target": {"layers": 3}}, "convert the checkpoint again"),
         ({"target": tree["target"] | {"new": 1}}, "new"),
         ({"draft": []}, "convert the checkpoint again"),
-        ({"target": narrow}, "cannot be restored"),
+        ({"target": narrow}, "target.layers.0.mlp.down_proj.weight: stored with shape"),
     ]
     for changes, words in cases:
         save_json(folder / "dspark_store.json", tree | changes)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError) as caught:
             restore(folder)
+        assert words in str(caught.value)
     (folder / "dspark_store.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         restore(folder)
