@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode import init_state
-from dspark_jax.programs import Programs
+from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import Chunk, Result, SamplingParams
-from dspark_jax.scheduler import Request, Scheduler, batch_tier
-from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, Params
+from dspark_jax.scheduler import Request, Scheduler
+from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, FirstToken, Params, Rounds
 from dspark_jax.text import TextStream, Tokenizer
 
 STREAM_ROUNDS = 1  # rounds between two chunks of a stream
@@ -51,8 +52,8 @@ class Engine:
         self.stop_ids = tuple(stop_ids)
         self.max_batch = max_batch
         self.defaults = defaults or SamplingParams()
-        self._programs: dict[int, Programs] = {}  # by batch size
-        self._state: DecodeState | None = None
+        self._programs = Programs(config, params)
+        self._kept: tuple[tuple[int, bool], DecodeState] | None = None  # between turns, by shape
         self._busy = False
 
     def generate(
@@ -142,37 +143,36 @@ class Engine:
     def _serve_turn(
         self, turn: Sequence[Request], scheduler: Scheduler, rounds: int
     ) -> Iterator[None]:
-        batch = batch_tier(len(turn), self.max_batch)
-        sampled = not all(request.params.greedy for request in turn)
-        programs = self._programs.setdefault(batch, Programs(self.config, self.params, batch))
-        programs.compile_missing(sampled)
-        state = self._take_state(batch)
+        tier = Tier.of(turn, self.max_batch)
+        self._programs.compile_missing(tier)
+        state = self._take_state(tier)
         first = []
         for slot, request in enumerate(turn):
             request.start()
-            state, token = programs.admit(state, slot, request)
-            first.append(token)
+            state, drawn = self._programs.admit(tier, state, slot, request)
+            first.append(drawn)
         for request, drawn in zip(turn, jax.device_get(first), strict=True):
-            request.take_first(int(drawn.token))
+            _take_first(request, drawn)
         yield
         while running := scheduler.running():
-            state, out = programs.run_rounds(state, sampled, rounds)
+            state, out = self._programs.run_rounds(tier, state, rounds)
             for slot, request in running:
-                _take_rounds(request, out.tokens[slot].tolist(), out.counts[slot].tolist())
+                _take_rounds(request, slot, out)
             yield
         # a row that met a stop string still runs on the device
-        self._state = replace(state, done=jnp.ones_like(state.done))
+        state = replace(state, done=jnp.ones_like(state.done))
+        self._kept = (tier.batch, tier.controls), state
 
-    def _take_state(self, batch: int) -> DecodeState:
+    def _take_state(self, tier: Tier) -> DecodeState:
         """The state of the turn before where it has the size; else a new one in its place.
 
         The engine lets go of it: after an error or a stream that was not finished it is gone.
         """
-        state, self._state = self._state, None
-        if state is not None and state.cached.shape[0] == batch:
-            return state
-        del state  # its memory must be free before the new one takes its own
-        return init_state(self.config, batch)
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == (tier.batch, tier.controls):
+            return kept[1]
+        del kept  # its memory must be free before the new one takes its own
+        return init_state(tier.configure(self.config), tier.batch)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
         ids = self._encode(name, prompt)
@@ -188,6 +188,10 @@ class Engine:
             raise ValueError(f"{len(stop_ids)} stop tokens are above the limit of {MAX_STOP_IDS}")
         if params.stop:
             self._tokenizer_for("stop strings")
+        size = self.config.target.vocab_size
+        biased = max(dict(params.logit_bias or ()), default=0)
+        if biased >= size:
+            raise ValueError(f"logit_bias names id {biased}, outside the vocabulary of {size}")
         return Request(
             prompt_ids=ids,
             params=params,
@@ -222,7 +226,29 @@ class Engine:
         return self.tokenizer
 
 
-def _take_rounds(request: Request, tokens: list[list[int]], counts: list[list[int]]) -> None:
-    for row, (emitted, accepted, proposed, done) in zip(tokens, counts, strict=True):
+def _take_first(request: Request, first: FirstToken) -> None:
+    logprobs = _logprobs(request, first.logprobs.ids[None], first.logprobs.values[None])
+    request.take_first(int(first.token), logprobs)
+
+
+def _take_rounds(request: Request, slot: int, rounds: Rounds) -> None:
+    """Hand one row's rounds to its request; those that did not run have zero counts."""
+    for index, (emitted, accepted, proposed, done) in enumerate(rounds.counts[slot].tolist()):
         if emitted and request.finish_reason is None:
-            request.take_round(row[:emitted], accepted, proposed, bool(done))
+            place = (slot, index, slice(emitted))
+            logprobs = _logprobs(request, rounds.logprobs.ids[place], rounds.logprobs.values[place])
+            request.take_round(
+                rounds.tokens[place].tolist(), accepted, proposed, bool(done), logprobs
+            )
+
+
+def _logprobs(
+    request: Request, ids: Int[Array, "n W"], values: Float[Array, "n W"]
+) -> list[dict[int, float]] | None:
+    """What the request asked for of each token: its own log-probability, then the likeliest."""
+    count = request.params.logprobs
+    if count is None:
+        return None
+    columns = slice(count + 1)
+    pairs = zip(ids[:, columns].tolist(), values[:, columns].tolist(), strict=True)
+    return [dict(zip(*pair, strict=True)) for pair in pairs]

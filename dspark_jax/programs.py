@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,64 +13,90 @@ import numpy as np
 
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
-from dspark_jax.request import SamplingParams
+from dspark_jax.request import MAX_LOGPROBS, SamplingParams
 from dspark_jax.rows import row_settings
-from dspark_jax.scheduler import Request
-from dspark_jax.state import (
-    MAX_ROUNDS,
-    DecodeState,
-    FirstToken,
-    Params,
-    Rounds,
-    RowSettings,
-)
+from dspark_jax.scheduler import Request, batch_tier
+from dspark_jax.state import MAX_ROUNDS, DecodeState, FirstToken, Params, Rounds, RowSettings
 from dspark_jax.text import TextStream
+
+LOGPROB_TIERS = (0, 1, 5, MAX_LOGPROBS)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What a batch needs of its programs; each value is a program of its own.
+
+    A batch of greedy rows builds no noise and no laws, one without logit controls holds no state
+    for them, and log-probabilities are computed where a row wants them.
+    """
+
+    batch: int
+    sampled: bool = True
+    controls: bool = False
+    logprobs: int = 0
+
+    @staticmethod
+    def of(requests: Sequence[Request], max_batch: int) -> Tier:
+        """The least tier that serves the requests of a turn."""
+        params = [request.params for request in requests]
+        wanted = max(0 if one.logprobs is None else max(one.logprobs, 1) for one in params)
+        return Tier(
+            batch=batch_tier(len(requests), max_batch),
+            sampled=not all(one.greedy for one in params),
+            controls=any(one.controlled for one in params),
+            logprobs=next(tier for tier in LOGPROB_TIERS if tier >= wanted),
+        )
+
+    def configure(self, config: ModelConfig) -> ModelConfig:
+        """The static configuration of this tier's programs."""
+        decode = replace(
+            config.decode, sampled=self.sampled, controls=self.controls, logprobs=self.logprobs
+        )
+        return replace(config, decode=decode)
 
 
 class Programs:
-    """`admit`, `prefill` and `decode_rounds` of one batch size, in terms of requests.
+    """`admit`, `prefill` and `decode_rounds`, compiled by tier and called by request.
 
-    Rounds come in two tiers: the greedy one, for batches in which every row is greedy, and the
-    one that serves any temperature. Only what `compile_missing` was asked for is compiled.
+    Only what `compile_missing` was asked for is compiled. `admit` and `prefill` serve greedy and
+    sampled rows alike, so they are shared by those tiers.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, batch: int) -> None:
+    def __init__(self, config: ModelConfig, params: Params) -> None:
         self.config = config
-        self.batch = batch
         self._params = params
-        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._compiled: dict[tuple[str, Tier], Callable[..., Any]] = {}
 
-    def compile_missing(self, sampled: bool) -> None:
+    def compile_missing(self, tier: Tier) -> None:
         """Trace and compile the entry points of a tier that were not compiled before."""
-        state = jax.eval_shape(partial(decode.init_state, self.config, self.batch))
+        state = jax.eval_shape(partial(decode.init_state, tier.configure(self.config), tier.batch))
         slot, chunk = np.int32(0), np.zeros(self.config.decode.prefill_chunk, np.int32)
         row = _row(Request([], SamplingParams(), 0, (), TextStream(None)))
-        tier = replace(self.config, decode=replace(self.config.decode, sampled=sampled))
-        wanted = {
-            "admit": lambda: decode.admit.lower(self.config, state, slot, row),
-            "prefill": lambda: decode.prefill.lower(
-                self.config, self._params, state, slot, chunk, np.int32(0), np.bool_(False)
-            ),
-            _rounds_name(sampled): lambda: decode.decode_rounds.lower(
-                tier, self._params, state, np.int32(1)
-            ),
+        inputs = {
+            decode.admit: (state, slot, row),
+            decode.prefill: (self._params, state, slot, chunk, np.int32(0), np.bool_(False)),
+            decode.decode_rounds: (self._params, state, np.int32(1)),
         }
-        lowered = {name: trace() for name, trace in wanted.items() if name not in self._compiled}
-        with ThreadPoolExecutor(len(wanted)) as pool:  # XLA compiles outside the interpreter's lock
-            compiled = pool.map(lambda one: one.compile(), lowered.values())
-            self._compiled |= zip(lowered, compiled, strict=True)
+        missing = {
+            key: entry.lower(key[1].configure(self.config), *arguments)
+            for entry, arguments in inputs.items()
+            if (key := _key(entry, tier)) not in self._compiled
+        }
+        with ThreadPoolExecutor(len(inputs)) as pool:  # XLA compiles outside the interpreter's lock
+            compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
+            self._compiled |= zip(missing, compiled, strict=True)
 
     def admit(
-        self, state: DecodeState, slot: int, request: Request
+        self, tier: Tier, state: DecodeState, slot: int, request: Request
     ) -> tuple[DecodeState, FirstToken]:
         """Give a slot to a request and run its prompt; returns the state and its first token."""
         chunk = self.config.decode.prefill_chunk
         prompt = np.asarray(request.prompt_ids, np.int32)
-        state = self._compiled["admit"](state, np.int32(slot), _row(request))
-        first = None
+        prefill = self._compiled[_key(decode.prefill, tier)]
+        state = self._compiled[_key(decode.admit, tier)](state, np.int32(slot), _row(request))
         for begin in range(0, len(prompt), chunk):
             part = prompt[begin : begin + chunk]
-            state, first = self._compiled["prefill"](
+            state, first = prefill(
                 self._params,
                 state,
                 np.int32(slot),
@@ -80,20 +106,24 @@ class Programs:
             )
         return state, first
 
-    def run_rounds(
-        self, state: DecodeState, sampled: bool, rounds: int
-    ) -> tuple[DecodeState, Rounds]:
+    def run_rounds(self, tier: Tier, state: DecodeState, rounds: int) -> tuple[DecodeState, Rounds]:
         """Run up to `rounds` rounds in one call; the rounds come back on the host."""
         count = np.int32(min(rounds, MAX_ROUNDS))
-        state, out = self._compiled[_rounds_name(sampled)](self._params, state, count)
+        run = self._compiled[_key(decode.decode_rounds, tier)]
+        state, out = run(self._params, state, count)
         return state, jax.device_get(out)
+
+
+def _key(entry: Callable[..., Any], tier: Tier) -> tuple[str, Tier]:
+    """An entry point and the tier without the switches that do not change it."""
+    if entry is decode.admit:
+        return "admit", replace(tier, sampled=True, logprobs=0)
+    if entry is decode.prefill:
+        return "prefill", replace(tier, sampled=True)
+    return "rounds", tier
 
 
 def _row(request: Request) -> RowSettings:
     return row_settings(
         len(request.prompt_ids), request.params, seed=request.seed, stop_ids=request.stop_ids
     )
-
-
-def _rounds_name(sampled: bool) -> str:
-    return "sampled rounds" if sampled else "greedy rounds"

@@ -165,8 +165,9 @@ class Result:
     `text`. `acceptance_lengths`, `accepted_drafts` and `proposal_lengths` have one entry a round
     and are not cut at `max_tokens`: the first counts every token that the round emitted, bonus
     included, the second the drafts among them, the third the drafts that were proposed.
-    `from_draft` has one entry a token. `seconds` run from admission to the last token, prefill
-    included, compilation excluded.
+    `from_draft` has one entry a token, and so has `logprobs` where it was asked for: ids with
+    their log-probabilities, the token's own first, then the likeliest. `seconds` run from
+    admission to the last token, prefill included, compilation excluded.
     """
 
     text: str
@@ -179,11 +180,12 @@ class Result:
     seconds: float
     prompt_tokens: int
     seed: int
+    logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a stream has gained: `pieces` and `origins` have one entry a token of `token_ids`.
+    """What a stream has gained: every list has one entry a token of `token_ids`.
 
     A piece is the text that became certain with its token: whole characters only, and nothing
     that may yet turn out to begin a stop string. `finish_reason` is None until the last chunk,
@@ -193,6 +195,7 @@ class Chunk:
     token_ids: list[int]
     pieces: list[str] = field(repr=False)
     origins: list[Origin] = field(repr=False)
+    logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
 
     @property

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dspark_jax.request import Chunk, FinishReason, Origin, Result, SamplingParams
 from dspark_jax.text import TextStream
 
+Logprobs = list[dict[int, float]] | None  # one entry a token: the token's own first
+
 
 class Request:
     """One prompt, what was asked of it, and what it has got so far.
@@ -38,6 +40,7 @@ class Request:
         self.token_ids: list[int] = []
         self._pieces: list[str] = []
         self._origins: list[Origin] = []
+        self._logprobs: list[dict[int, float]] = []
         self._text = text
         self._ending: FinishReason | None = None  # set by the last token that is kept
         self._told = 0  # tokens that `take_chunk` gave out
@@ -55,17 +58,25 @@ class Request:
             return 0.0
         return (self._ended or time.perf_counter()) - self._started
 
-    def take_first(self, token: int) -> None:
+    def take_first(self, token: int, logprobs: Logprobs = None) -> None:
         """Take the token that prefill drew; a stop ends the request without a round."""
         self._append(token, "target")
+        self._report(logprobs)
         if self._ending == "stop":
             self._finish()
 
-    def take_round(self, tokens: Sequence[int], accepted: int, proposed: int, done: bool) -> None:
+    def take_round(
+        self,
+        tokens: Sequence[int],
+        accepted: int,
+        proposed: int,
+        done: bool,
+        logprobs: Logprobs = None,
+    ) -> None:
         """Take the tokens of one round, `accepted` of `proposed` drafts among them.
 
         `done` is the device's word that the row met a stop token or its cap. Tokens past the cap
-        are dropped, but they count for the round.
+        are dropped, but they count for the round. `logprobs` has one entry a token.
         """
         emitted = len(tokens)
         for index, token in enumerate(tokens):
@@ -74,6 +85,7 @@ class Request:
             self._append(token, _origin(index, accepted, proposed))
             if self._text.stopped and index < accepted:
                 emitted = accepted = proposed = index + 1
+        self._report(logprobs)
         self.acceptance_lengths.append(emitted)
         self.accepted_drafts.append(accepted)
         self.proposal_lengths.append(proposed)
@@ -87,6 +99,7 @@ class Request:
             token_ids=self.token_ids[begin:],
             pieces=self._pieces[begin:],
             origins=self._origins[begin:],
+            logprobs=None if self.params.logprobs is None else self._logprobs[begin:],
             finish_reason=self.finish_reason,
         )
 
@@ -105,12 +118,14 @@ class Request:
             seconds=self.seconds,
             prompt_tokens=len(self.prompt_ids),
             seed=self.seed,
+            logprobs=None if self.params.logprobs is None else self._logprobs,
         )
 
     def _append(self, token: int, origin: Origin) -> None:
         is_stop = token in self.stop_ids
-        piece = "" if is_stop else self._text.push(token)
         self.token_ids.append(token)
+        may_stop = len(self.token_ids) > self.params.min_tokens
+        piece = "" if is_stop else self._text.push(token, may_stop)
         if is_stop or self._text.stopped:
             self._ending = "stop"
         elif len(self.token_ids) == self.params.max_tokens:
@@ -119,6 +134,11 @@ class Request:
             piece += self._text.finish()
         self._pieces.append(piece)
         self._origins.append(origin)
+
+    def _report(self, logprobs: Logprobs) -> None:
+        """Keep the log-probabilities of the tokens that were kept."""
+        missing = len(self.token_ids) - len(self._logprobs)
+        self._logprobs += (logprobs or [])[:missing]
 
     def _finish(self) -> None:
         self.finish_reason = self._ending or "length"

@@ -145,8 +145,11 @@ class TextStream:
         self._shown = 0  # characters of the window's text that came out already
         self._held = ""  # text that may begin a stop string
 
-    def push(self, token: int) -> str:
-        """Take one id; give the text that became certain."""
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """Take one id; give the text that became certain.
+
+        With `may_stop` False the text up to here comes out, and no stop string begins in it.
+        """
         if self._tokenizer is None or self.stopped:
             return ""
         self._window.append(token)
@@ -156,7 +159,7 @@ class TextStream:
         self._shown = max(self._shown, len(whole))
         if gained and whole == text:
             self._shorten(token)
-        return self._release(gained)
+        return self._release(gained) if may_stop else gained
 
     def finish(self) -> str:
         """Give what was held back, when no further id will come."""

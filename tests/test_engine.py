@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.engine import Engine
-from dspark_jax.programs import Programs
+from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import SamplingParams
 from dspark_jax.text import open_tokenizer
 from tests.tiny import Request, plain_config, random_params, run_alone, tiny_config
@@ -119,7 +119,7 @@ def test_stop_tokens_add_to_the_models_own_and_ignore_eos_drops_only_those(engin
     distinct = list(dict.fromkeys(tokens))
     own, extra = distinct[2], distinct[1]
     model = Engine(CONFIG, PARAMS, stop_ids=[own], max_batch=1)
-    model._programs = {1: engine._programs[1]}
+    model._programs = engine._programs
 
     def output(**options):
         result = model.generate([PROMPTS[4]], replace(params, **options))[0]
@@ -209,9 +209,73 @@ def test_seconds_leave_compilation_out(engine, monkeypatch):
 def test_only_what_is_used_is_compiled():
     small = Engine(CONFIG, PARAMS, max_batch=4)
     small.generate([[1]], SamplingParams(max_tokens=2))
-    assert {batch: set(p._compiled) for batch, p in small._programs.items()} == {
-        1: {"admit", "prefill", "greedy rounds"}
+    assert {(name, tier.batch) for name, tier in small._programs._compiled} == {
+        ("admit", 1),
+        ("prefill", 1),
+        ("rounds", 1),
     }
+    assert not any(tier.sampled for name, tier in small._programs._compiled if name == "rounds")
+    small.generate([[1]], SamplingParams(max_tokens=2, temperature=1.0))
+    assert len(small._programs._compiled) == 4  # sampled rounds came on top
+    small.generate([[2, 3]], SamplingParams(max_tokens=4, temperature=0.3, top_p=0.5, seed=1))
+    assert len(small._programs._compiled) == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tier"),
+    [
+        ([{}], Tier(1, sampled=False)),
+        ([{}, {"temperature": 1.0}, {}], Tier(4)),
+        ([{"presence_penalty": 1.0}], Tier(1, sampled=False, controls=True)),
+        ([{"logprobs": 0}], Tier(1, sampled=False, logprobs=1)),
+        ([{"logprobs": 3, "temperature": 1.0}, {}], Tier(2, logprobs=5)),
+        ([{"logprobs": 20}], Tier(1, sampled=False, logprobs=20)),
+    ],
+)
+def test_the_least_tier_that_serves_a_turn(engine, wanted, tier):
+    requests = engine.prepare(
+        [[1]] * len(wanted), [SamplingParams(max_tokens=2, **options) for options in wanted]
+    )
+    assert Tier.of(requests, max_batch=8) == tier
+
+
+def test_log_probabilities_do_not_depend_on_speculation(engine):
+    plain = Engine(plain_config(CONFIG), {"target": PARAMS["target"]}, max_batch=2)
+    params = [SamplingParams(max_tokens=9, logprobs=n) for n in (2, 0, None)]
+    mine = engine.generate(PROMPTS[:3], params)
+    for result, baseline, count in zip(
+        mine, plain.generate(PROMPTS[:3], params), (2, 0, None), strict=True
+    ):
+        assert result.token_ids == baseline.token_ids
+        if count is None:
+            assert result.logprobs is baseline.logprobs is None
+            continue
+        assert len(result.logprobs) == 9
+        for token, entry, other in zip(
+            result.token_ids, result.logprobs, baseline.logprobs, strict=True
+        ):
+            assert next(iter(entry)) == token
+            assert len(entry) == max(count, 1)  # greedy: the token is the likeliest itself
+            assert entry == pytest.approx(other, abs=1e-5)
+            assert list(entry.values()) == sorted(entry.values(), reverse=True)
+    streamed = list(engine.stream(PROMPTS[0], params[0]))
+    assert [entry for chunk in streamed for entry in chunk.logprobs] == mine[0].logprobs
+
+
+def test_controls_reach_the_decoder(engine):
+    free = SamplingParams(max_tokens=8)
+    tokens = engine.generate([PROMPTS[0]], free)[0].token_ids
+    forced = replace(free, logit_bias={6: 1000.0})
+    assert engine.generate([PROMPTS[0]], forced)[0].token_ids == [6] * 8
+    once = replace(forced, logit_bias={6: 1000.0, 7: 999.0}, presence_penalty=2.0)
+    assert engine.generate([PROMPTS[0]], once)[0].token_ids[:2] == [6, 7]
+    late = replace(free, stop_token_ids=tokens[:1], min_tokens=5)
+    longer = engine.generate([PROMPTS[0]], late)[0].token_ids
+    assert len(longer) > 5
+    assert tokens[0] not in longer[:5]
+    assert engine.generate([PROMPTS[0]], free)[0].token_ids == tokens  # nothing is left behind
+    with pytest.raises(ValueError, match="logit_bias names id 17, outside the vocabulary of 17"):
+        engine.generate([PROMPTS[0]], replace(free, logit_bias={17: 1.0}))
 
 
 def test_strings_stops_and_text(texts):

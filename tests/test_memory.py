@@ -48,7 +48,7 @@ def test_workspace_bounds_what_the_compiler_takes(batch):
     engine.generate([[1, 2]] * batch, settings)
     taken = max(
         program.memory_analysis().temp_size_in_bytes
-        for program in engine._programs[batch]._compiled.values()
+        for program in engine._programs._compiled.values()
     )
     bound = plan_memory(CONFIG, batch).workspace
     assert taken <= bound <= 20 * taken

@@ -185,6 +185,17 @@ def test_chunks_join_to_the_result(splits, cap):
     assert chunks[-1].finish_reason == "length"
 
 
+def test_log_probabilities_follow_the_tokens_that_are_kept():
+    params = SamplingParams(max_tokens=3, logprobs=0)
+    made = Request([1], params, 0, [], TextStream(None))
+    made.start()
+    made.take_first(5, [{5: -0.5}])
+    made.take_round([6, 7, 8], 2, 2, True, [{6: -1.0}, {7: -2.0}, {8: -3.0}])
+    assert made.result().logprobs == [{5: -0.5}, {6: -1.0}, {7: -2.0}]
+    assert made.take_chunk().logprobs == [{5: -0.5}, {6: -1.0}, {7: -2.0}]
+    assert request().take_chunk().logprobs is None
+
+
 def test_seconds_run_from_admission_to_the_last_token():
     made = request(max_tokens=1)
     with pytest.raises(RuntimeError, match="not finished"):

@@ -146,6 +146,16 @@ def test_text_before_a_possible_stop_string_is_not_delayed(demo):
     assert "".join(text.push(i) for i in demo.encode("a b")) == "a b"
 
 
+def test_a_stop_string_that_may_not_stop_yet_comes_out(demo):
+    ids = [demo.encode(letter)[0] for letter in "abcbc"]
+    text = TextStream(demo, ["bc"])
+    pieces = [text.push(token, may_stop=index > 2) for index, token in enumerate(ids)]
+    assert ("".join(pieces), text.stopped) == ("abc", True)
+    text = TextStream(demo, ["bc"])
+    assert "".join(text.push(token, index > 1) for index, token in enumerate(ids[:3])) == "abc"
+    assert not text.stopped  # it began before a stop was allowed
+
+
 def test_without_a_tokenizer_pieces_are_empty():
     text = TextStream(None)
     assert text.push(7) + text.finish() == ""
