@@ -57,7 +57,7 @@ def _download(repository: str) -> Path:
 
 def _snapshot(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     try:
         return Path(
@@ -68,8 +68,8 @@ def _snapshot(repository: str, revision: str | None, patterns: tuple[str, ...]) 
     except (errors.GatedRepoError, errors.RepositoryNotFoundError):
         reason = "is no hub repository you can read: check the name, or log in (hf auth login)"
     except errors.LocalEntryNotFoundError:
-        offline = huggingface_hub.constants.HF_HUB_OFFLINE
-        state = "offline mode is on (HF_HUB_OFFLINE)" if offline else "the hub cannot be reached"
+        online = not constants.HF_HUB_OFFLINE
+        state = "the hub cannot be reached" if online else "offline mode is on (HF_HUB_OFFLINE)"
         reason = (
             f"no such folder, not complete in the local cache, and {state}: go online, or give the"
             " folder of a downloaded copy"
