@@ -13,9 +13,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from convert.headers import Tensor
 from convert.names import MAPS, Parameter
-from convert.problems import CheckpointError, raise_problems
-from convert.reader import Tensor, chunks, equal_tensors, is_finite, read_into
+from convert.problems import raise_problems
+from convert.reader import chunks, equal_tensors, is_finite, read_into
 from convert.sources import DraftSource, Source, TargetSource
 
 Dtype = Literal["float32", "bfloat16"]
@@ -93,11 +94,7 @@ def _assemble(
     for piece in entry.pieces:
         rows = piece.shape[0]
         tensor = tensors[piece.source]
-        try:
-            finite = read_into(tensor, buffer[row : row + rows], report)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{tensor}: cannot be read ({error})") from None
-        if not finite:
+        if not read_into(tensor, buffer[row : row + rows], report):
             problems.append(f"{tensor}: holds NaN or infinity")
         row += rows
     return buffer
@@ -162,16 +159,16 @@ def _map_problems(source: DraftSource) -> list[str]:
 def scan(source: Source, progress: Progress | None = None) -> None:
     """Read every weight once and keep nothing: raise what loading would raise."""
     problems = _held_against(source)
-    used = {piece.source for entry in source.plan.values() for piece in entry.pieces}
-    wanted = [source.tensors[name] for name in sorted(used) if name not in MAPS]
-    total, done = sum(tensor.nbytes for tensor in wanted), 0
-    for tensor in wanted:
+    pieces = [piece for entry in source.plan.values() for piece in entry.pieces]
+    rows = {piece.source: piece.shape[0] for piece in pieces if piece.source not in MAPS}
+    total, done = sum(source.tensors[name].nbytes for name in rows), 0
+    for name in sorted(rows):
         finite = True
-        for piece in chunks(tensor):
+        for piece in chunks(source.tensors[name], rows[name]):
             finite = finite and is_finite(piece)
             done += piece.nbytes
             if progress is not None:
                 progress(done, total)
         if not finite:
-            problems.append(f"{tensor}: holds NaN or infinity")
+            problems.append(f"{source.tensors[name]}: holds NaN or infinity")
     raise_problems(problems, str(source.folder))

@@ -136,7 +136,7 @@ def read_layout(draft: DraftReading, block_size: int) -> bool:
 
     An explicit key decides, then block size minus the proposed tokens, then the packaging.
     """
-    explicit = draft.anywhere("sample_from_anchor", FLAG)
+    explicit = _explicit_layout(draft)
     asked = draft.overrides.sample_from_anchor
     proposed = _proposed_tokens(draft.config)
     spare = block_size - proposed if proposed else None
@@ -150,6 +150,18 @@ def read_layout(draft: DraftReading, block_size: int) -> bool:
         path = "config.json: block_size - speculative_tokens"
         return bool(draft.config.record("sample_from_anchor", spare == 0, path))
     return _packaging_layout(draft)
+
+
+def _explicit_layout(draft: DraftReading) -> bool | None:
+    """`dspark_bonus_anchor` says the same the other way round."""
+    explicit = draft.anywhere("sample_from_anchor", FLAG)
+    bonus = draft.anywhere("dspark_bonus_anchor", FLAG)
+    origin = draft.config.settings.pop("dspark_bonus_anchor", None)
+    if bonus is None or origin is None:
+        return explicit
+    if explicit is bonus:
+        draft.config.problem(f"sample_from_anchor and dspark_bonus_anchor are both {bonus}")
+    return bool(draft.config.record("sample_from_anchor", not bonus, f"not {origin.origin}"))
 
 
 def _check_proposed(

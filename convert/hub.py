@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from convert.headers import INDEX, SINGLE, read_json
 from convert.problems import CheckpointError
-from convert.reader import INDEX, SINGLE, read_json
 from convert.tokens import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from convert.reader import WEIGHT_DTYPES, Tensor
+from convert.headers import WEIGHT_DTYPES, Tensor
 from dspark_jax.config import DraftConfig, LayersConfig, TargetConfig
 
 

@@ -91,22 +91,26 @@ REFUSED_TENSORS: tuple[tuple[str, str], ...] = (
     (r"vision|visual", "multimodal models are not supported"),
 )
 
-# Keys that change nothing here: training, generation and bookkeeping.
-HARMLESS = frozenset(
+# Keys that are read somewhere, or change nothing here (training, generation, bookkeeping).
+KNOWN_KEYS = frozenset(
     """
-    _name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id
-    cache_implementation chunk_size_feed_forward confidence_head_alpha dflash_config
-    dspark_config dtype eos_token_id initializer_range is_decoder keys_to_ignore_at_inference
-    max_anchors max_window_layers model_type num_anchors output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type return_dict
-    speculators_config speculators_model_type speculators_version tie_word_embeddings
-    torch_dtype transformers_version transformer_layer_config unk_token_id use_cache
-    use_qk_norm vocab_size head_dim has_embed_tokens has_lm_head layer_types sliding_window
-    use_sliding_window rope_parameters rope_scaling rope_theta attention_mode projector_type
-    max_position_embeddings original_max_position_embeddings hidden_act attention_bias
-    num_target_layers target_num_hidden_layers confidence_head_bias confidence_detach_features
-    ce_loss_alpha tv_loss_alpha loss_decay_gamma _attn_implementation_internal id2label
-    label2id
+    _attn_implementation_internal _name_or_path architectures attention_bias attention_dropout
+    attention_mode attn_implementation auto_map aux_hidden_state_layer_ids block_size bos_token_id
+    cache_implementation causal ce_loss_alpha chunk_size_feed_forward confidence_detach_features
+    confidence_head_alpha confidence_head_bias confidence_head_with_markov dflash_config
+    draft_vocab_size dspark_block_size dspark_bonus_anchor dspark_config dspark_noise_token_id
+    dtype eagle_aux_hidden_state_layer_ids enable_confidence_head eos_token_id has_embed_tokens
+    has_lm_head head_dim hidden_act hidden_size id2label initializer_range intermediate_size
+    is_causal is_decoder keys_to_ignore_at_inference label2id layer_types loss_decay_gamma
+    markov_head_type markov_rank mask_token_id max_anchors max_position_embeddings
+    max_window_layers model_type num_anchors num_attention_heads num_hidden_layers
+    num_key_value_heads num_target_layers original_max_position_embeddings output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type projector_type return_dict
+    rms_norm_eps rope_parameters rope_scaling rope_theta sample_from_anchor sliding_window
+    speculators_config speculators_model_type speculators_version target_hidden_size
+    target_layer_ids target_num_hidden_layers tie_word_embeddings torch_dtype
+    transformer_layer_config transformers_version tv_loss_alpha unk_token_id use_cache
+    use_confidence_head use_qk_norm use_sliding_window vocab_size
     """.split()  # noqa: SIM905
 )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.dialects import architectures
+from convert.headers import Tensor, read_headers, read_json
 from convert.names import Ignored, Plan, by_canonical_name, set_aside
 from convert.problems import CheckpointError, raise_problems
-from convert.reader import Tensor, read_headers, read_json
-from convert.refusals import HARMLESS, SECTIONS, refused_keys, refused_model, refused_tensors
+from convert.refusals import KNOWN_KEYS, SECTIONS, refused_keys, refused_model, refused_tensors
 from convert.settings import ConfigReading, Setting
 from dspark_jax.config import DraftConfig, TargetConfig
 
@@ -86,7 +86,10 @@ def open_folder(folder: str | Path, role: str) -> Opened:
     except ValueError as error:
         raise CheckpointError(str(error), subject) from None
     _refuse_by_name(tree, subject)
-    tensors, strays = read_headers(folder, problems)
+    try:
+        tensors, strays = read_headers(folder, problems)
+    except OSError as error:
+        raise CheckpointError(f"cannot be listed ({error.strerror})", subject) from None
     names = [tensor.name for tensor in tensors]
     raise_problems([str(refusal) for refusal in refused_tensors(names)], subject)
     duplicates: list[str] = []
@@ -123,7 +126,7 @@ def unknown_keys(reading: ConfigReading) -> list[str]:
     """Warn of keys that nothing here understands: they may ask for what is not done."""
     origins = [setting.origin for setting in reading.settings.values()]
     used = {origin.rpartition(": ")[2].rpartition(".")[2] for origin in origins}
-    known = HARMLESS | used | set(reading.settings)
+    known = KNOWN_KEYS | used | set(reading.settings)
     found = []
     for section in SECTIONS:
         values = reading.tree.get(section) if section else reading.tree

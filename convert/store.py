@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from convert.apply import DTYPES, Dtype, Params, put
+from convert.headers import read_json
 from convert.names import MAPS, Plan, draft_plan, target_plan
 from convert.problems import CheckpointError, raise_problems
-from convert.reader import read_json
 from convert.sources import STORE_FILE
 from convert.tokens import copy_token_files, stop_token_ids
 from dspark_jax.config import DraftConfig, TargetConfig

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from convert.headers import read_json
 from convert.problems import CheckpointError
-from convert.reader import read_json
 
 MAX_STOP_IDS = 64
 TOKENIZER_FILES = (

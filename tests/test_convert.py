@@ -197,7 +197,7 @@ def test_all_problems_come_together_with_tensor_and_file(tmp_path: Path) -> None
     for word in words:
         hit = [p for p in problems if word in p]
         assert hit, (word, problems)
-        assert "shard" in hit[0] or ".safetensors" in hit[0]
+        assert "the weight files" in hit[0] or ".safetensors" in hit[0]
 
 
 def test_unknown_and_missing_names_of_a_plan_are_impossible() -> None:

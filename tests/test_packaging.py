@@ -111,6 +111,8 @@ LAYOUTS = [
     # dialect, keys, speculative tokens, sampled from the anchor, a warning
     ("deepspec", {}, None, True, False),
     ("deepspec", {"sample_from_anchor": False}, None, False, False),
+    ("deepspec", {"dspark_bonus_anchor": True}, None, False, False),
+    ("deepspec", {"dspark_bonus_anchor": False}, None, True, False),
     ("specforge", {}, None, True, False),
     ("z-lab", {}, None, False, False),
     ("z-lab", {"sample_from_anchor": True}, None, True, False),
@@ -316,6 +318,14 @@ def test_a_stored_head_of_a_tied_target_must_be_the_embedding(tmp_path: Path) ->
     save_tensors(folder / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match="differs from"):
         load_target_params(read_target(folder), "float32")
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS))
+def test_published_keys_are_all_known(tmp_path: Path, dialect: str) -> None:
+    none = {"markov": "none", "confidence": "none"} if "z-lab" in dialect else {}
+    block = DraftOverrides(block_size=5)
+    warnings = read_pair(tmp_path, TinyPair(**none), dialect, block).warnings
+    assert not [warning for warning in warnings if "not understood" in warning]
 
 
 def test_unknown_keys_are_named(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Damage, str]] = {
         config("draft", block_size=1, sample_from_anchor=False),
         "block_size must be at least 2",
     ),
+    "two layouts": (
+        config("draft", sample_from_anchor=True, dspark_bonus_anchor=True),
+        "sample_from_anchor and dspark_bonus_anchor are both True",
+    ),
     "no mask id": (dialect("speculators", mask_token_id=None), "mask_token_id is missing"),
     "mask id past the embedding": (
         config("draft", mask_token_id=64),
