@@ -106,7 +106,8 @@ def _truncate(scaled: Float[Array, "B T V"], sampling: Sampling) -> Float[Array,
     top_k, top_p, min_p = (
         setting[:, None, None] for setting in (sampling.top_k, sampling.top_p, sampling.min_p)
     )
-    order = jnp.argsort(scaled, axis=-1, stable=True, descending=True)
+    # Largest first, and among equals the higher id: transformers sorts upwards and drops the head.
+    order = jnp.flip(jnp.argsort(scaled, axis=-1, stable=True), axis=-1)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     # Ties with the k-th largest stay, as in transformers.
     last = jnp.take_along_axis(ranked, jnp.clip(top_k, 1, size) - 1, axis=-1)
