@@ -16,16 +16,15 @@ import pytest
 from convert.__main__ import main
 from convert.problems import SHOWN
 from tests.checkpoints import (
-    DIALECTS,
-    TinyPair,
     save_json,
     save_shards,
     save_tensors,
-    speculators,
     target_files,
     write_draft,
     write_target,
 )
+from tests.dialects import DIALECTS, speculators
+from tests.tiny_pair import TinyPair
 
 Damage = Callable[[Path], None]
 PAIR = TinyPair()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from convert.__main__ import main
-from tests.checkpoints import TinyPair, save_json, write_draft, write_target
+from tests.checkpoints import save_json, write_draft, write_target
+from tests.tiny_pair import TinyPair
 
 PAIR = TinyPair()
 

@@ -16,7 +16,8 @@ from huggingface_hub import constants, errors
 
 from convert import CheckpointError, hub
 from convert.packaging import read_draft, read_target
-from tests.checkpoints import TinyPair, save_shards, target_files, write_draft, write_target
+from tests.checkpoints import save_shards, target_files, write_draft, write_target
+from tests.tiny_pair import TinyPair
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

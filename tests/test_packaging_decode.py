@@ -10,10 +10,10 @@ import pytest
 
 from convert.packaging import DraftOverrides
 from dspark_jax import decode
-from tests.checkpoints import TinyPair, write_draft, write_target
+from tests.checkpoints import write_draft, write_reduced, write_target
 from tests.pairs import load_pair
-from tests.test_packaging import write_reduced
 from tests.tiny import Request, plain_config, quick_compilation, run_alone, start
+from tests.tiny_pair import TinyPair
 
 PROMPT = np.random.default_rng(3).integers(0, 60, 13).tolist()
 DECODING = {"max_length": 64, "prefill_chunk": 16, "sampled": False}

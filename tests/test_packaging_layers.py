@@ -13,7 +13,7 @@ from convert.decoder import CLASS_DEFAULTS, read_layers
 from convert.rope import read_rope
 from convert.settings import ConfigReading
 from dspark_jax.config import LayersConfig, RopeConfig
-from tests.checkpoints import TinyPair
+from tests.tiny_pair import TinyPair
 
 CLASSES = {
     "qwen3": Qwen3Config,

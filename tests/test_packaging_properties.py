@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from convert import CheckpointError
 from convert.packaging import DraftOverrides, read_draft, read_target
 from convert.sources import Source
-from tests.checkpoints import DIALECTS, TinyPair, save_json, target_files, write_draft, write_target
+from tests.checkpoints import save_json, target_files, write_draft, write_target
+from tests.dialects import DIALECTS
+from tests.tiny_pair import TinyPair
 
 PAIR = TinyPair()
 SILENT = ("default", "class default", "tensor shapes", "packaging", "evenly spaced")
@@ -92,9 +94,7 @@ def attempt(folder: Path, case: str) -> tuple[Source | None, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(choice=st.data())
 def test_a_mutated_config_loads_as_it_says_or_is_refused(
     folder: Path, case: str, choice: st.DataObject

@@ -16,8 +16,9 @@ from convert.apply import load_draft_params, load_target_params
 from convert.packaging import read_draft, read_target, share_with_target
 from convert.store import abstract_params, is_store, read_store, restore, save
 from convert.tokens import stop_token_ids
-from tests.checkpoints import TinyPair, save_json, write_draft, write_target
-from tests.test_packaging import assert_same_trees, write_reduced
+from tests.checkpoints import save_json, write_draft, write_reduced, write_target
+from tests.test_packaging import assert_same_trees
+from tests.tiny_pair import TinyPair
 
 DEMO = Path("dspark_jax/demo")
 GOLDEN = Path("tests/golden")
