@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dspark_jax.config import GREEDY_TEMPERATURE
 from dspark_jax.state import Logprobs, Sampling
@@ -93,32 +93,73 @@ def token_law(
     temperature = sampling.temperature[:, None, None]
     scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)
     if truncate:
-        filtered = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
-        scaled = jax.lax.cond(
-            jnp.any(filtered & ~is_greedy(sampling)), _truncate, lambda x, _: x, scaled, sampling
-        )
+        scaled = truncate_logits(scaled, sampling)
     return jnp.where(greedy, one_hot_law(logits), jax.nn.softmax(scaled, axis=-1))
 
 
-def _truncate(scaled: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
-    """Set what top-k, top-p and min-p remove to -inf; each filter sees what the last one left."""
-    size = scaled.shape[-1]
+def truncate_logits(scaled: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """Set what top-k, top-p and min-p remove to -inf; each filter sees what the last one left.
+
+    A filter that no row of the batch uses costs nothing.
+    """
+    drawn = ~is_greedy(sampling)
     top_k, top_p, min_p = (
         setting[:, None, None] for setting in (sampling.top_k, sampling.top_p, sampling.min_p)
     )
-    # Largest first, and among equals the higher id: transformers sorts upwards and drops the head.
-    order = jnp.flip(jnp.argsort(scaled, axis=-1, stable=True), axis=-1)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    # Ties with the k-th largest stay, as in transformers.
-    last = jnp.take_along_axis(ranked, jnp.clip(top_k, 1, size) - 1, axis=-1)
-    ranked = jnp.where((top_k > 0) & (ranked < last), -jnp.inf, ranked)
-    law = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(law, axis=-1) - law  # mass of the likelier ids
-    first = jnp.arange(size) == 0
-    ranked = jnp.where((before < top_p) | (top_p >= 1.0) | first, ranked, -jnp.inf)
-    law = jax.nn.softmax(ranked, axis=-1)
-    ranked = jnp.where((law >= min_p * law[..., :1]) | first, ranked, -jnp.inf)
-    return jnp.put_along_axis(scaled, order, ranked, axis=-1, inplace=False)
+    filters = (
+        (sampling.top_k > 0, lambda x: jnp.where(_in_top_k(x, top_k), x, -jnp.inf)),
+        (sampling.top_p < 1.0, lambda x: jnp.where(_in_top_p(x, top_p), x, -jnp.inf)),
+        (sampling.min_p > 0.0, lambda x: jnp.where(_above_min_p(x, min_p), x, -jnp.inf)),
+    )
+    for used, cut in filters:
+        scaled = jax.lax.cond(jnp.any(used & drawn), cut, lambda x: x, scaled)
+    return scaled
+
+
+def _in_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, "B 1 1"]) -> Bool[Array, "B T V"]:
+    """The k largest; ties with the k-th stay, as in transformers."""
+    size = logits.shape[-1]
+    unsigned_zero = jnp.where(logits == 0, 0.0, logits)  # -0.0 ties with 0.0
+    bits = jax.lax.bitcast_convert_type(unsigned_zero, jnp.uint32)
+    # Order of the integers = order of the floats: flip negative ones, lift the others.
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, size), size).astype(jnp.float32)
+    return keys >= _threshold(keys, jnp.ones_like(logits), wanted)
+
+
+def _in_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, "B 1 1"]) -> Bool[Array, "B T V"]:
+    """The ids that fewer than top_p of the mass is likelier than; of ties the last ones, as the
+    ascending sort of transformers leaves them."""
+    law = jax.nn.softmax(logits, axis=-1)
+    keys = jax.lax.bitcast_convert_type(law, jnp.uint32)  # no negative floats: already in order
+    edge = _threshold(keys, law, top_p)
+    above, level = keys > edge, keys == edge
+    mass = jnp.sum(jnp.where(above, law, 0.0), axis=-1, keepdims=True)
+    before = mass + law * (jax.lax.cumsum(level.astype(jnp.int32), axis=2, reverse=True) - 1)
+    return above | (level & (before < top_p)) | (top_p >= 1.0)
+
+
+def _above_min_p(
+    logits: Float[Array, "B T V"], min_p: Float[Array, "B 1 1"]
+) -> Bool[Array, "B T V"]:
+    law = jax.nn.softmax(logits, axis=-1)
+    return law >= min_p * jnp.max(law, axis=-1, keepdims=True)
+
+
+def _threshold(
+    keys: UInt32[Array, "B T V"], weights: Float[Array, "B T V"], wanted: Float[Array, "B _ 1"]
+) -> UInt32[Array, "B T 1"]:
+    """The largest key such that the keys from it upward weigh at least `wanted`.
+
+    Found bit by bit: 32 passes that read the row, where a sort of a vocabulary would be dearer.
+    """
+
+    def settle(index: Array, edge: Array) -> Array:
+        higher = edge | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(keys >= higher, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(weight >= wanted, higher, edge)
+
+    return jax.lax.fori_loop(0, 32, settle, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
 
 
 def draw_token(
