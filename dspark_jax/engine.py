@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dspark_jax import metrics
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode import init_state
 from dspark_jax.programs import Programs, Tier
@@ -21,6 +23,13 @@ from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, FirstToken, 
 from dspark_jax.text import TextStream, Tokenizer
 
 STREAM_ROUNDS = 1  # rounds between two chunks of a stream
+JUDGED_ROUNDS, LEAST_ACCEPTANCE = 50, 1.3  # a draft that fits accepts more over as many rounds
+LOW_ACCEPTANCE = (
+    "the acceptance length over {rounds} rounds is {length:.2f}: this draft hardly helps this"
+    " target. Usual causes: thinking is on with a draft trained without it, the target is a base"
+    " model and the draft was trained on its instruct version (or the other way round), the wrong"
+    " slot layout (sample_from_anchor), the wrong taps (target_layer_ids)"
+)
 
 Prompt = str | Sequence[int]
 
@@ -30,7 +39,8 @@ class Engine:
 
     `params` is {"target": ..., "draft": ...} in the dtype of `config`. `stop_ids` are the model's
     own stop tokens. Without a tokenizer prompts must be ids and every text is empty. `defaults`
-    apply where a call names no SamplingParams. One call at a time: a stream must be finished or
+    apply where a call names no SamplingParams. `report` is told once when the draft's acceptance
+    length stays under 1.3 over 50 rounds and more. One call at a time: a stream must be finished or
     closed before the next call (RuntimeError).
     """
 
@@ -43,6 +53,7 @@ class Engine:
         *,
         max_batch: int = 8,
         defaults: SamplingParams | None = None,
+        report: Callable[[str], None] = warnings.warn,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -55,6 +66,7 @@ class Engine:
         self._programs = Programs(config, params)
         self._kept: tuple[tuple[int, bool], DecodeState] | None = None  # between turns, by shape
         self._busy = False
+        self._report: Callable[[str], None] | None = report if config.draft else None
 
     def generate(
         self,
@@ -137,8 +149,16 @@ class Engine:
         try:
             while turn := scheduler.next_turn():
                 yield from self._serve_turn(turn, scheduler, rounds)
+            self._judge(requests)
         finally:
             self._busy = False
+
+    def _judge(self, requests: Sequence[Request]) -> None:
+        """Say once that a draft does not fit its target: the text alone would not show it."""
+        rounds, length = metrics.rounds(requests), metrics.acceptance_length(requests)
+        if self._report and rounds >= JUDGED_ROUNDS and length and length < LEAST_ACCEPTANCE:
+            self._report(LOW_ACCEPTANCE.format(rounds=rounds, length=length))
+            self._report = None
 
     def _serve_turn(
         self, turn: Sequence[Request], scheduler: Scheduler, rounds: int

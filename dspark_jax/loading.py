@@ -6,14 +6,16 @@ from dspark_jax.shadow import refuse_shadows
 
 refuse_shadows("convert")  # before the imports below could run a stranger's file of that name
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from convert import apply, store
 from convert.hub import resolve_folder
 from convert.packaging import (
+    DraftOverrides,
     DraftSource,
     TargetSource,
     read_draft,
@@ -27,7 +29,7 @@ from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
 from dspark_jax.request import SamplingParams
 from dspark_jax.state import Params
-from dspark_jax.text import open_tokenizer
+from dspark_jax.text import Tokenizer, open_tokenizer
 from pallas_kernels.platform import default_device, describe_device, resolve_implementation
 
 EMBEDDED = Path(__file__).parent / "demo"
@@ -75,6 +77,10 @@ def load(
     implementation: Literal["auto", "pallas", "xla"] = "auto",
     prefill_chunk: int | None = None,
     use_generation_config: bool = False,
+    block_size: int | None = None,
+    mask_token_id: int | None = None,
+    sample_from_anchor: bool | None = None,
+    target_layer_ids: Sequence[int] | None = None,
     report: Report | None = None,
     progress: Progress | None = None,
 ) -> Engine:
@@ -93,6 +99,8 @@ def load(
     implementation: of the kernels; "pallas" is refused where they cannot run.
     prefill_chunk: prompt rows of one call; None is 64 on a CPU and 512 elsewhere.
     use_generation_config: take sampling defaults from the checkpoint's generation_config.json.
+    block_size, mask_token_id, sample_from_anchor, target_layer_ids: settle what the draft's file
+        cannot, or has wrong.
     report: called with lines for a reader; the first names device, dtype, implementation and
         memory. progress: called with (bytes loaded, bytes in all).
 
@@ -103,7 +111,10 @@ def load(
         raise ValueError(f"max_batch must be at least 1, got {max_batch}")
     device = default_device()
     on_cpu = device.platform == "cpu"
-    checkpoint = _open(target, draft)
+    resolve: Callable[..., Any] = resolve_implementation
+    taps = None if target_layer_ids is None else tuple(target_layer_ids)
+    overrides = DraftOverrides(block_size, mask_token_id, sample_from_anchor, taps)
+    checkpoint = _open(target, draft, overrides)
     decode = DecodeConfig(
         max_length=min(max_length, checkpoint.target.max_length),
         prefill_chunk=prefill_chunk or (CPU_CHUNK if on_cpu else CHUNK),
@@ -113,70 +124,96 @@ def load(
         draft_sampling=draft_sampling,
         draft_top_k=draft_top_k,
         draft_truncation=draft_truncation,
-        implementation=resolve_implementation(implementation, device),
+        implementation=resolve(implementation, device),
     )
     if checkpoint.draft is None:
         _refuse_draft_options(decode)
     kind = dtype or ("float32" if on_cpu else "bfloat16")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
-    plan = check_memory(config, max_batch, free_memory(device))  # the least that it can be
-    if checkpoint.share:
-        checkpoint = checkpoint.share()
-        config = replace(config, draft=checkpoint.draft)
-        plan = check_memory(config, max_batch, free_memory(device))
-    tell = report or (lambda line: None)
-    tell(f"{describe_device(device)}, {kind}, {decode.implementation}, memory {plan}")
-    if max_length > decode.max_length:
-        tell(f"note: max_length is cut to the model's own limit of {decode.max_length}")
-    defaults = _sampling_defaults(checkpoint.folder, use_generation_config, tell)
-    return _build(checkpoint, config, max_batch, defaults, tell, progress)
+    return _build(checkpoint, config, max_batch, use_generation_config, report, progress)
 
 
 def _build(
     checkpoint: Checkpoint,
     config: ModelConfig,
     max_batch: int,
-    defaults: SamplingParams,
-    tell: Report,
+    use_generation_config: bool,
+    report: Report | None,
     progress: Progress | None,
 ) -> Engine:
-    """Read what is large and put the engine together."""
+    """Hold the least memory it can take against the device, then read what is large."""
+    tell = report or (lambda line: None)
+    warn = (lambda line: report(f"warning: {line}")) if report else warnings.warn
+    device = default_device()
+    plan = check_memory(config, max_batch, free_memory(device))
+    if checkpoint.share:
+        checkpoint = checkpoint.share()
+        config = replace(config, draft=checkpoint.draft)
+        plan = check_memory(config, max_batch, free_memory(device))
+    decode = config.decode
+    tell(f"{describe_device(device)}, {config.dtype}, {decode.implementation}, memory {plan}")
     for warning in checkpoint.warnings:
-        tell(f"note: {warning}")
+        warn(warning)
+    if checkpoint.target.max_length == decode.max_length:
+        tell(f"note: max_length is the model's own limit, {decode.max_length}")
+    defaults = _sampling_defaults(checkpoint.folder, use_generation_config, tell)
     tokenizer = open_tokenizer(checkpoint.folder)
     if tokenizer is None:
         tell(f"note: {checkpoint.folder} has no tokenizer: prompts must be token ids")
-    stop_ids = checkpoint.stop_ids
-    if not stop_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
-        stop_ids = (tokenizer.eos_token_id,)
-    params = checkpoint.read(config.dtype, progress)
-    return Engine(config, params, tokenizer, stop_ids, max_batch=max_batch, defaults=defaults)
+    return Engine(
+        config,
+        checkpoint.read(config.dtype, progress),
+        tokenizer,
+        checkpoint.stop_ids or _tokenizer_stop(tokenizer),
+        max_batch=max_batch,
+        defaults=defaults,
+        report=warn,
+    )
 
 
-def _open(target: Place | None, draft: Place | Literal[False] | None) -> Checkpoint:
+def _tokenizer_stop(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The stop token of a tokenizer that only its library can open."""
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        return ()
+    return (tokenizer.eos_token_id,)
+
+
+def _open(
+    target: Place | None, draft: Place | Literal[False] | None, overrides: DraftOverrides
+) -> Checkpoint:
     if target is None:
         if draft:
             raise ValueError(f"the draft {draft} has no target; name its target too")
-        paths = (EMBEDDED / "target", None if draft is False else EMBEDDED / "draft")
-        return _open_folders(*paths)
+        folders = (EMBEDDED / "target", None if draft is False else EMBEDDED / "draft")
+        return _open_folders(*folders, overrides)
     folder = resolve_folder(target)
     if not store.is_store(folder):
-        return _open_folders(folder, resolve_folder(draft) if draft else None)
+        return _open_folders(folder, resolve_folder(draft) if draft else None, overrides)
     if draft:
         raise ValueError(
             f"{target} is a converted store and brings its own draft; leave {draft} out"
         )
+    _refuse_overrides(overrides, f"{target} is a converted store, where they are settled")
     return _open_store(folder, draft is not False)
 
 
-def _open_folders(target: Path, draft: Path | None) -> Checkpoint:
+def _open_folders(target: Path, draft: Path | None, overrides: DraftOverrides) -> Checkpoint:
     source = read_target(target)
     if draft is None:
+        _refuse_overrides(overrides, "there is no draft")
         return _pair(source, None)
-    unshared = read_draft(draft, source)
+    unshared = read_draft(draft, source, overrides)
     return replace(
         _pair(source, unshared), share=lambda: _pair(source, share_with_target(unshared, source))
     )
+
+
+def _refuse_overrides(overrides: DraftOverrides, reason: str) -> None:
+    given = [
+        field.name for field in fields(overrides) if getattr(overrides, field.name) is not None
+    ]
+    if given:
+        raise ValueError(f"{', '.join(given)} cannot be set: {reason}; leave it out")
 
 
 def _pair(target: TargetSource, draft: DraftSource | None) -> Checkpoint:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dspark_jax import metrics
 from dspark_jax.engine import Engine
 from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import SamplingParams
@@ -22,7 +23,7 @@ PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], list(range(9)), [5] * 17]
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(CONFIG, PARAMS, max_batch=2)
+    return Engine(CONFIG, PARAMS, max_batch=2, report=lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,22 @@ def check(result, expected):
     assert result.token_ids == expected.tokens
     assert result.acceptance_lengths == expected.acceptance_lengths
     assert result.proposal_lengths == expected.proposal_lengths
+
+
+def test_a_low_acceptance_is_told_once(engine):
+    told = []
+    bad = random_params(CONFIG, seed=1)
+    mixed = Engine(
+        CONFIG, {"target": PARAMS["target"], "draft": bad["draft"]}, max_batch=2, report=told.append
+    )
+    mixed._programs._compiled = engine._programs._compiled
+    mixed.generate([[3]], SamplingParams(max_tokens=20))
+    assert told == []  # too few rounds to judge
+    for _ in range(2):
+        results = mixed.generate(PROMPTS, SamplingParams(max_tokens=30))
+    assert metrics.acceptance_length(results) < 1.3
+    assert len(told) == 1
+    assert "Usual causes" in told[0]
 
 
 def test_prompts_in_turns_equal_their_solo_runs(engine):
