@@ -1,0 +1,126 @@
+"""Shapes of the published pairs, and random weights and states of them made on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import (
+    DecodeConfig,
+    DraftConfig,
+    LayersConfig,
+    ModelConfig,
+    RopeConfig,
+    TargetConfig,
+)
+from dspark_jax.decode import init_state
+from dspark_jax.draft import Draft
+from dspark_jax.layers import abstract_params
+from dspark_jax.state import DecodeState, KVCache, Params
+from dspark_jax.target import Target
+
+VOCABULARY = 151936
+QWEN3 = LayersConfig(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(theta=1e6),
+)
+# hidden, MLP, layers, query heads, tied, taps
+SIZES: dict[str, tuple[int, int, int, int, bool, tuple[int, ...]]] = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, True, (1, 7, 13, 19, 25)),
+    "qwen3-4b": (2560, 9728, 36, 32, True, (1, 9, 17, 25, 33)),
+    "qwen3-8b": (4096, 12288, 36, 32, False, (1, 9, 17, 25, 33)),
+    "qwen3-14b": (5120, 17408, 40, 40, False, (1, 10, 19, 28, 37)),
+}
+
+
+def model_config(name: str, *, dtype: str = "bfloat16", **decoding: Any) -> ModelConfig:
+    """A pair of the published shapes: a draft of 5 layers, block 7, vanilla head of rank 256."""
+    width, mlp, depth, heads, tied, taps = SIZES[name]
+    layers = replace(
+        QWEN3,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_layers=depth,
+        num_heads=heads,
+        windows=(),
+    )
+    target = TargetConfig(layers, VOCABULARY, max_length=131072, tied=tied)
+    draft = DraftConfig(
+        layers=replace(layers, num_layers=5, windows=()),
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        block_size=7,
+        mask_token_id=151669,
+        taps=taps,
+        target_hidden_size=width,
+        markov="vanilla",
+        markov_rank=256,
+        confidence="markov",
+    )
+    settings = {"num_drafts": 7, "prefill_chunk": 512} | decoding
+    return ModelConfig(target, draft, DecodeConfig(**settings), dtype)
+
+
+def plain(config: ModelConfig) -> ModelConfig:
+    """The same target without a draft."""
+    decode = replace(config.decode, num_drafts=0, confidence_threshold=0.0)
+    return replace(config, draft=None, decode=decode)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * 0.02
+
+
+def _keys() -> Iterator[jax.Array]:
+    key = jax.random.key(0)
+    while True:
+        key, one = jax.random.split(key)
+        yield one
+
+
+def random_params(config: ModelConfig) -> Params:
+    """Random weights; norms are one, so that activations stay finite through any depth."""
+    keys = _keys()
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(leaf.shape) == 1:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        return _normal(next(keys), leaf.shape, leaf.dtype.name)
+
+    shapes = {"target": abstract_params(Target, config.target, config.dtype)}
+    if config.draft:
+        shapes["draft"] = abstract_params(Draft, config.draft, config.dtype)
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def filled_state(config: ModelConfig, batch: int, cached: int) -> DecodeState:
+    """A state whose rows all run with `cached` random rows in their caches."""
+    keys = _keys()
+    state = init_state(config, batch)
+
+    def fill(cache: KVCache) -> KVCache:
+        return jax.tree.map(lambda x: _normal(next(keys), x.shape, x.dtype.name), cache)
+
+    return state.replace(
+        target=fill(state.target),
+        draft=fill(state.draft),
+        cached=jnp.full((batch,), cached, jnp.int32),
+        anchor=jnp.arange(batch, dtype=jnp.int32) + 1000,
+        limit=jnp.full((batch,), config.decode.max_length, jnp.int32),
+        done=jnp.zeros((batch,), bool),
+    )
+
+
+def tree_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
