@@ -46,6 +46,10 @@ LOAD_FLAGS = (
     "num_speculative_tokens",
     "implementation",
     "use_generation_config",
+    "block_size",
+    "mask_token_id",
+    "sample_from_anchor",
+    "target_layer_ids",
 )
 
 
@@ -58,6 +62,9 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Flags and their defaults; None stands for the default of the thing that is configured."""
+    refuse_shadows("convert")
+    from convert.flags import add_override_flags
+
     parser = Parser(
         prog="dspark_jax.generate",
         description="Continue prompts with DSpark speculative decoding. Without arguments a prompt"
@@ -99,6 +106,7 @@ def build_parser() -> Parser:
     add("--draft-sampling", choices=("probabilistic", "greedy"), default="probabilistic")
     add("--draft-top-k", type=int, default=0, metavar="K", help="candidates a position; 0 is all")
     add("--draft-truncation", action="store_true", help="cut the draft's law as the target's")
+    add_override_flags(parser)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="JSON Lines, one object a prompt")
     add("--show-drafts", action="store_true", help="colour accepted, corrected and bonus tokens")
@@ -107,8 +115,8 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (2: the caller's mistake, 130: interrupted)."""
-    arguments = build_parser().parse_args(argv)
     try:
+        arguments = build_parser().parse_args(argv)
         engine, prompts, requests = prepare(arguments)
     except (ValueError, OSError, ImportError) as error:
         tell(f"dspark_jax.generate: {error}")
@@ -163,7 +171,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _is_store(target: str) -> bool:
-    refuse_shadows("convert")
     from convert.store import is_store
 
     return is_store(target)

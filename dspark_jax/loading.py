@@ -130,12 +130,15 @@ def load(
         _refuse_draft_options(decode)
     kind = dtype or ("float32" if on_cpu else "bfloat16")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
-    return _build(checkpoint, config, max_batch, use_generation_config, report, progress)
+    return _build(
+        checkpoint, config, max_length, max_batch, use_generation_config, report, progress
+    )
 
 
 def _build(
     checkpoint: Checkpoint,
     config: ModelConfig,
+    asked_length: int,
     max_batch: int,
     use_generation_config: bool,
     report: Report | None,
@@ -154,8 +157,8 @@ def _build(
     tell(f"{describe_device(device)}, {config.dtype}, {decode.implementation}, memory {plan}")
     for warning in checkpoint.warnings:
         warn(warning)
-    if checkpoint.target.max_length == decode.max_length:
-        tell(f"note: max_length is the model's own limit, {decode.max_length}")
+    if asked_length > decode.max_length:
+        tell(f"note: max_length is cut to the model's own limit, {decode.max_length}")
     defaults = _sampling_defaults(checkpoint.folder, use_generation_config, tell)
     tokenizer = open_tokenizer(checkpoint.folder)
     if tokenizer is None:

@@ -170,6 +170,8 @@ MISTAKES = [
     (("--prompt", ""), "prompt 0 is empty"),
     (("--prompt-file", "/no/such/file"), "No such file"),
     (("--no-draft", "--confidence-threshold", "0.5"), "confidence_threshold is set, but there is"),
+    (("--no-draft", "--block-size", "7"), "block_size cannot be set: there is no draft"),
+    (("--target-layer-ids", "1,3"), "2 taps"),
     (("--implementation", "pallas"), "compute capability 9.0"),
 ]
 

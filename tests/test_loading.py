@@ -108,7 +108,10 @@ def test_max_length_is_cut_to_the_models_own_limit():
     lines = []
     engine = load(max_length=10**6, max_batch=1, report=lines.append)
     assert engine.config.decode.max_length == 4096
-    assert any("the model's own limit, 4096" in line for line in lines)
+    assert any("cut to the model's own limit, 4096" in line for line in lines)
+    lines.clear()
+    load(max_length=4096, max_batch=1, report=lines.append)
+    assert not any("own limit" in line for line in lines)
 
 
 def test_dtype_and_draft_length():
