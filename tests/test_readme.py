@@ -1,0 +1,46 @@
+"""The README's examples run as printed, and its facts are the program's."""
+
+import re
+from pathlib import Path
+
+from dspark_jax import SamplingParams, load
+from dspark_jax.generate import build_parser
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_engine_example(capsys):
+    exec(EXAMPLES[0], {})
+    out = capsys.readouterr().out
+    assert "length [" in out
+    assert out.strip()
+
+
+def test_the_example_without_the_engine_gives_the_engines_tokens(capsys):
+    names: dict = {}
+    exec(EXAMPLES[1], names)
+    (result,) = load(max_batch=1).generate("def fibonacci(n):\n", SamplingParams(max_tokens=32))
+    assert names["tokens"][:32] == result.token_ids
+    assert capsys.readouterr().out == result.text + "\n"
+    assert len(EXAMPLES) == 2
+
+
+def test_the_set_up_commands_are_two_single_lines():
+    first, second = (command.splitlines() for command in COMMANDS[:2])
+    assert len(first) == len(second) == 1
+    assert first[0].endswith(".venv/bin/python -m dspark_jax.generate")
+    assert second[0].endswith(".venv/bin/python -m pytest -q")
+
+
+def test_the_defaults_in_the_table_are_the_parsers():
+    defaults = vars(build_parser().parse_args([]))
+    rows = re.findall(r"^\| `--([\w-]+)` \| `?([\w.]+)`? \|", README, re.MULTILINE)
+    stated = {name.replace("-", "_"): value for name, value in rows}
+    for name in ("max_tokens", "seed", "max_length", "rejection"):
+        assert str(defaults[name]) == stated[name]
+    assert float(stated["confidence_threshold"]) == defaults["confidence_threshold"]
+    assert float(stated["temperature"]) == SamplingParams().temperature
+    flags = set(re.findall(r"--[a-z][\w-]+", README)) - {"--check", "--out"}
+    assert flags <= set(build_parser()._option_string_actions)
