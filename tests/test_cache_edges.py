@@ -13,6 +13,7 @@ from tests.tiny import (
     agreeing_params,
     decoding,
     plain_config,
+    quick_compilation,
     run,
     run_alone,
     tiny_config,
@@ -21,6 +22,12 @@ from tests.tiny import (
 MAX_LENGTH, CHUNK = 40, 8
 CONFIG = tiny_config(block=5, max_length=MAX_LENGTH, prefill_chunk=CHUNK, sampled=False)
 PLAIN = plain_config(CONFIG)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,7 @@ def test_garbage_rows_are_never_read(params) -> None:
     state = state.replace(
         target=jax.tree.map(poison, state.target),
         draft=jax.tree.map(poison, state.draft),
-        context=poison(state.context),
+        context=jax.tree.map(poison, state.context),
     )
     requests = [Request(prompt(3), 20), Request(prompt(11), 20)]
     poisoned, _ = run(CONFIG, params, requests, state=state)

@@ -145,7 +145,8 @@ def test_gumbel_verification_says_what_plain_decoding_says(kind: str) -> None:
     config = decoding(KINDS[kind], rejection="gumbel")
     params = random_params(config, seed=3, scale=0.3)
     state = plain_state = None
-    lengths = []
+    lengths: list[int] = []
+    proposals: set[int] = set()
     for turn in range(25):
         many = [
             Request([turn, 2 * turn % 60], 8, temperature=temperature, seed=turn)
@@ -155,7 +156,9 @@ def test_gumbel_verification_says_what_plain_decoding_says(kind: str) -> None:
         plain, plain_state = run(plain_config(config), params, many, state=plain_state)
         assert spoken(drafted) == spoken(plain)
         lengths += [n for result in drafted for n in result.acceptance_lengths]
+        proposals |= {n for result in drafted for n in result.proposal_lengths}
     assert sum(n > 1 for n in lengths) > 30
+    assert (len(proposals) > 2) == (config.decode.confidence_threshold > 0)
 
 
 def test_a_round_only_adds_rows(agreeing) -> None:
@@ -186,8 +189,12 @@ def test_a_round_only_adds_rows(agreeing) -> None:
             if before.done[slot]:
                 assert count == 0
                 for name in ("cached", "anchor", "done", "context", "context_len"):
-                    old, new = getattr(before, name)[slot], getattr(state, name)[slot]
-                    np.testing.assert_array_equal(old, np.asarray(new))
+                    for old, new in zip(
+                        jax.tree.leaves(getattr(before, name)),
+                        jax.tree.leaves(getattr(state, name)),
+                        strict=True,
+                    ):
+                        np.testing.assert_array_equal(old[slot], np.asarray(new)[slot])
             if not state.done[slot]:
                 assert len(tokens[slot]) == int(state.cached[slot]) + 1
                 assert int(state.anchor[slot]) == tokens[slot][-1]

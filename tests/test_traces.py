@@ -9,10 +9,25 @@ import jax.numpy as jnp
 import pytest
 
 from dspark_jax import decode
-from tests.tiny import Request, many_rounds, one_round, random_params, run, start, tiny_config
+from tests.tiny import (
+    Request,
+    many_rounds,
+    one_round,
+    quick_compilation,
+    random_params,
+    run,
+    start,
+    tiny_config,
+)
 
 ENTRIES = ("admit", "prefill", "draft_step", "verify_step", "decode_round", "decode_rounds")
 CONFIG = tiny_config(max_length=400, prefill_chunk=64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,13 @@ class Decoded:
 def start(
     config: ModelConfig, params: Any, state: Any, slot: int, request: Request
 ) -> tuple[Any, int]:
-    """Admit a request and prefill its prompt; returns the state and the first token."""
+    """Admit a request and prefill its prompt; returns the state and the first token.
+
+    What only concerns rounds is neutral here, so that fewer programs are compiled.
+    """
+    config = decoding(
+        config, rejection="token", confidence_threshold=0.0, draft_top_k=0, sampled=True
+    )
     state = decode.admit(config, state, jnp.int32(slot), request.settings())
     chunk = config.decode.prefill_chunk
     first = None
