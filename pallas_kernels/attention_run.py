@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import launch, matrix_tiles
-from pallas_kernels.split import NEGATIVE, Item, locate, padded_items
+from pallas_kernels.split import NEGATIVE, Item, locate, most_items
 
 TILE = 64  # query rows of a wgmma
 LOG2_E = math.log2(math.e)
@@ -58,13 +58,18 @@ class Problem:
         return -(-self.group // self.members)
 
     @property
+    def queries(self) -> int:
+        """Query rows of a tile that are stored."""
+        return self.members * self.padded
+
+    @property
     def columns(self) -> int:
         """Columns of the output that a cell computes: more would take too many registers."""
         return min(self.shape[3], 128)
 
     @property
     def items(self) -> int:
-        return padded_items(self.config.slots, self.shape[0], self.kv_heads)
+        return most_items(self.config.slots, self.shape[0], self.kv_heads)
 
 
 class Cell(NamedTuple):
@@ -148,7 +153,7 @@ def _filled(shape: tuple[int, ...], value: float, layout: Any) -> Any:
 
 
 def _attend_run(
-    item: Item, fetch: Callable[[Any], None], scratch: Scratch, problem: Problem
+    item: Item, fetches: Any, scratch: Scratch, problem: Problem
 ) -> tuple[Any, Any, Any]:
     """Attend to a run's tiles, the first of them on their way; return output, maximum and sum.
 
@@ -156,21 +161,27 @@ def _attend_run(
     """
     (k_tiles, v_tiles), _ = scratch.tiles
     block, stages = problem.config.block, problem.config.stages
-    block, stages = problem.config.block, problem.config.stages
+
+    fetch_keys, fetch_values = fetches
 
     def step(i: Any, carry: Any) -> Any:
         out, top, total = carry
         stage = lax.rem(i, stages)
+        more = i + stages < item.count
         plgpu.barrier_wait(scratch.k_ready.at[stage])
         scores = _matmul(scratch.q_tile, k_tiles.at[stage].T)
-        first = (item.first + i) * block
+        pl.when(more)(lambda: fetch_keys(i + stages))
+        first = (item.first + i * item.stride) * block
         weights, kept, top, total = _softmax_step(scores, first, item, (top, total), problem)
-        scratch.p_tile[...] = weights.astype(problem.dtype)
-        plgpu.commit_smem()
+        weights = weights.astype(problem.dtype)
+        if not problem.config.weights_in_registers:
+            scratch.p_tile[...] = weights
+            plgpu.commit_smem()
+            weights = scratch.p_tile
         plgpu.barrier_wait(scratch.v_ready.at[stage])
-        product = _matmul(scratch.p_tile, v_tiles.at[stage])
+        product = _matmul(weights, v_tiles.at[stage])
         out = out * lax.broadcast_in_dim(kept, out.shape, [0]) + product
-        pl.when(i + stages < item.count)(lambda: fetch(i + stages))
+        pl.when(more)(lambda: fetch_values(i + stages))
         return out, top, total
 
     rows = plgpu.Layout.WGMMA.reduce(1)
@@ -195,7 +206,7 @@ def _store_whole(value: Any, item: Item, cell: Cell, out: Any, q_tile: Any) -> N
             target = out.at[item.batch, _query_rows(item, problem), head, columns]
             plgpu.copy_smem_to_gmem(source, target)
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _store_part(
@@ -208,13 +219,13 @@ def _store_part(
     scratch.sums[...] = logs
     plgpu.commit_smem()
     target = parts.at[item.slot, cell.tile, :, pl.ds(cell.column, problem.columns)]
-    plgpu.copy_smem_to_gmem(output.at[pl.ds(0, problem.members * problem.padded)], target)
+    plgpu.copy_smem_to_gmem(output.at[pl.ds(0, problem.queries)], target)
 
     @pl.when(cell.column == 0)
     def store_sums() -> None:
         plgpu.copy_smem_to_gmem(scratch.sums, sums.at[item.slot, cell.tile])
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _load_queries(q: Any, item: Item, cell: Cell, scratch: Scratch) -> None:
@@ -236,35 +247,49 @@ def _work(item: Item, cell: Cell, operands: Any, results: Any, scratch: Scratch)
     problem = cell.problem
     block, stages = problem.config.block, problem.config.stages
 
-    def fetch(i: Any) -> None:
-        stage, rows = lax.rem(i, stages), pl.ds((item.first + i) * block, block)
-        columns = pl.ds(cell.column, problem.columns)
-        keys = k_cache.at[item.batch, rows, item.head]
-        values = v_cache.at[item.batch, rows, item.head, columns]
-        plgpu.copy_gmem_to_smem(keys, k_tiles.at[stage], scratch.k_ready.at[stage])
-        plgpu.copy_gmem_to_smem(values, v_tiles.at[stage], scratch.v_ready.at[stage])
+    last = -(-k_cache.shape[1] // block) - 1
 
-    for i in range(stages):
-        pl.when(i < item.count)(partial(fetch, jnp.int32(i)))
+    def fetch(cache: Any, columns: Any, tiles: Any, ready: Any, i: Any) -> None:
+        stage, tile = lax.rem(i, stages), jnp.minimum(item.first + i * item.stride, last)
+        source = cache.at[item.batch, pl.ds(tile * block, block), item.head, columns]
+        plgpu.copy_gmem_to_smem(source, tiles.at[stage], ready.at[stage])
+
+    width, part = problem.shape[3], pl.ds(cell.column, problem.columns)
+    fetch_keys = partial(fetch, k_cache, pl.ds(0, width), k_tiles, scratch.k_ready)
+    fetch_values = partial(fetch, v_cache, part, v_tiles, scratch.v_ready)
+
+    def fetch_both(i: Any) -> None:
+        fetch_keys(i)
+        fetch_values(i)
+
+    fetch_both(jnp.int32(0))
     _load_queries(q, item, cell, scratch)
+    for i in range(1, stages):
+        pl.when(i < item.count)(partial(fetch_both, jnp.int32(i)))
 
-    @pl.when(jnp.logical_and(item.leads, jnp.logical_and(cell.tile == 0, cell.column == 0)))
-    def write_plan() -> None:
-        plan[item.batch, 0] = item.base
-        plan[item.batch, 1] = item.runs
+    if not isinstance(item.runs, int):
+
+        @pl.when(jnp.logical_and(item.leads, jnp.logical_and(cell.tile == 0, cell.column == 0)))
+        def write_plan() -> None:
+            plan[item.batch, 0] = item.base
+            plan[item.batch, 1] = item.runs
 
     plgpu.barrier_wait(scratch.q_ready)
-    value, top, total = _attend_run(item, fetch, scratch, problem)
+    value, top, total = _attend_run(item, (fetch_keys, fetch_values), scratch, problem)
     total = jnp.maximum(total, -1 / NEGATIVE)  # a row may see nothing in this run
     value = value * lax.broadcast_in_dim(1 / total, value.shape, [0])
 
-    @pl.when(item.runs == 1)
     def store_whole() -> None:
         _store_whole(value, item, cell, out, scratch.q_tile)
 
-    @pl.when(item.runs > 1)
     def store_part() -> None:
         _store_part(value, top + jnp.log2(total), item, cell, parts, sums, scratch)
+
+    if isinstance(item.runs, int):
+        (store_whole if item.runs == 1 else store_part)()
+    else:
+        pl.when(item.runs == 1)(store_whole)
+        pl.when(item.runs > 1)(store_part)
 
 
 def attend_runs(problem: Problem) -> Callable[..., Any]:
@@ -273,7 +298,6 @@ def attend_runs(problem: Problem) -> Callable[..., Any]:
     `out` holds the batch rows that have one run; the others are for `split.join_runs`.
     """
     batch, _, _, width = problem.shape
-    rows = problem.members * problem.padded
 
     def attend(starts: Any, q: Any, k_cache: Any, v_cache: Any, *rest: Any) -> None:
         results, scratch = rest[:4], Scratch(*rest[4:])
@@ -289,9 +313,13 @@ def attend_runs(problem: Problem) -> Callable[..., Any]:
         column = lax.axis_index("share") * problem.columns
         cell = Cell(lax.axis_index("tile"), column, problem)
 
-        @pl.when(item.valid)
         def work() -> None:
             _work(item, cell, (q, k_cache, v_cache), results, scratch)
+
+        if item.valid is True:
+            work()
+        else:
+            pl.when(item.valid)(work)
 
     return launch(
         attend,
@@ -299,7 +327,9 @@ def attend_runs(problem: Problem) -> Callable[..., Any]:
         grid={"share": width // problem.columns, "tile": problem.tiles, "item": problem.items},
         out_type=(
             jax.ShapeDtypeStruct(problem.shape, problem.dtype),
-            jax.ShapeDtypeStruct((problem.items, problem.tiles, rows, width), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (problem.items, problem.tiles, problem.queries, width), jnp.float32
+            ),
             jax.ShapeDtypeStruct((problem.items, problem.tiles, TILE), jnp.float32),
             jax.ShapeDtypeStruct((batch, 2), jnp.int32),
         ),

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_run import Problem, attend_runs
 from pallas_kernels.platform import resolve_implementation
-from pallas_kernels.split import join_runs
+from pallas_kernels.split import fixed_runs, join_runs
 from pallas_kernels.tuning import tuned
 
 FIRST_TIER = 256
@@ -36,9 +36,10 @@ class Config:
     """Sizes of the kernel. `slots` is the number of equal runs that a batch is divided into."""
 
     block: int = 64  # cache rows a tile
-    stages: int = 3  # tiles in flight
-    slots: int = 132
+    stages: int = 4  # tiles in flight; a power of two is cheaper
+    slots: int = 128
     least: int = 1  # mean tiles of a run, at least
+    weights_in_registers: bool = True  # False passes them through shared memory, for interpreters
 
     def __post_init__(self) -> None:
         if self.block not in (64, 128) or min(self.stages, self.slots, self.least) < 1:
@@ -178,10 +179,12 @@ def block_attention_kernel(
         q = jnp.pad(q, ((0, 0), (0, MAX_ROWS - rows), (0, 0), (0, 0)))
     problem = Problem(q.shape, rows, k_cache.shape[2], q.dtype, causal, window, config)
     out, parts, sums, plan = attend_runs(problem)(start, q, k_cache, v_cache)
+    runs = fixed_runs(config.slots, q.shape[0], problem.kv_heads)
+    if runs == 1:
+        return out[:, :rows]
     joined = jax.new_ref(out)
-    join_runs(problem.shape, problem.dtype, problem.kv_heads, problem.padded)(
-        plan, parts, sums, joined
-    )
+    join = join_runs(problem.shape, problem.dtype, problem.kv_heads, problem.padded, runs)
+    join(plan, parts, sums, joined)
     return jax.freeze(joined)[:, :rows]
 
 
@@ -196,7 +199,7 @@ def block_attention(
     implementation: str = "auto",
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend from T new rows to the cache they were written into; see the module's contract.
+    """Attend from T new rows to the cache they were written into; see the module.
 
     Args:
         q: queries at positions `start` .. `start + T - 1`, rotated.

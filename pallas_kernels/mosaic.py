@@ -27,11 +27,13 @@ def launch(
     grid: Mapping[str, int],
     out_type: Any = (),
     scratch_types: Sequence[Any] = (),
+    reduction_bytes: int = 2048,
 ) -> Callable[..., Any]:
     """Return a function that runs `body` on every cell of `grid`, one warpgroup each.
 
     The body gets references to the operands, the outputs and the scratch. An operand that is a
-    reference itself is written in place.
+    reference itself is written in place. Reductions across warps pass through `reduction_bytes`
+    of shared memory, in rounds if that is too little.
     """
     mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid))
 
@@ -44,7 +46,9 @@ def launch(
         mesh=mesh,
         name=name,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=True,
+            reduction_scratch_bytes=reduction_bytes,
         ),
     )
 
@@ -66,18 +70,15 @@ def matrix_tiles(width: int = 64) -> tuple[Any, ...]:
 def row_layout(rows: int, width: int) -> Any:
     """Return the register layout that gives each warp whole rows of `[rows, width]`.
 
-    Two rows go to two warps each, and one row to all four: they load and store the same values.
+    Of two rows each goes to two warps, and one row `[width]` goes to all four: these load and
+    store the same values.
     """
-    rows = min(rows, WARPS)
-    warps: dict[int, tuple[Any, ...]] = {
-        4: (-3,),
-        2: (-3, plgpu.Replicated(2)),
-        1: (plgpu.Replicated(WARPS),),
-    }
     vector = min(width, 128) // LANES
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((rows, vector * LANES), (vector,))),
-        warp_dims=warps[rows],
-        lane_dims=(-2,),
-        vector_dim=-1,
-    )
+    if rows == 1:
+        tiling = plgpu.Tiling(((vector * LANES,), (vector,)))
+        warps: tuple[Any, ...] = (plgpu.Replicated(WARPS),)
+    else:
+        rows = min(rows, WARPS)
+        tiling = plgpu.Tiling(((rows, vector * LANES), (vector,)))
+        warps = (-3,) if rows == WARPS else (-3, plgpu.Replicated(WARPS // rows))
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-2,), vector_dim=-1)

@@ -16,15 +16,15 @@ def device_file(device: Any) -> str:
 
 
 @cache
-def read_table(name: str) -> dict[str, dict[str, dict[str, int]]]:
+def read_table(name: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Read a table: op -> shape -> fields of its Config. Empty when the device has none."""
     path = files("pallas_kernels") / "tuned" / name
     if not path.is_file():
         return {}
-    table: dict[str, dict[str, dict[str, int]]] = json.loads(path.read_text())
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text())
     return table
 
 
-def tuned(op: str, shape: str) -> dict[str, int] | None:
+def tuned(op: str, shape: str) -> dict[str, Any] | None:
     """Return the tuned fields for a shape on the default device, or None."""
     return read_table(device_file(default_device())).get(op, {}).get(shape)

@@ -49,7 +49,7 @@ def interpreter():
 def test_attention(shape, kv_heads, start, mask, sizes):
     rng = np.random.default_rng(shape[1])
     operands = oracle.attention_operands(rng, shape, kv_heads, 320, start)
-    config = block_attention.Config(**sizes)
+    config = block_attention.Config(**sizes, weights_in_registers=False)
     actual = block_attention.block_attention_kernel(*operands, **mask, config=config)
     assert oracle.relative_error(actual, oracle.attention(*operands, **mask)) < ERROR
 
