@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -17,7 +19,8 @@ def capacity(config: ModelConfig) -> int:
     rows, so both overhangs are allocated.
     """
     decode = config.decode
-    block = max(decode.step_rows, config.draft.block_size if config.draft else 0)
+    trained = config.draft_network.block_size if config.draft_network else 0
+    block = max(decode.step_rows, trained)
     padded = -(-decode.max_length // decode.prefill_chunk) * decode.prefill_chunk
     return max(decode.max_length + block, padded)
 
@@ -38,12 +41,12 @@ def cache_bytes(layers: LayersConfig, batch: int, rows: int, itemsize: int) -> i
     return 2 * layers.num_layers * batch * rows * row
 
 
-def read_slot(cache: KVCache, slot: Int[Array, ""]) -> KVCache:
-    """One slot as a batch of one."""
+def read_slot(cache: Any, slot: Int[Array, ""]) -> Any:
+    """One slot of a KVCache, or of any tree of [B, ...] arrays, as a batch of one."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
 
 
-def write_slot(cache: KVCache, part: KVCache, slot: Int[Array, ""]) -> KVCache:
+def write_slot(cache: Any, part: Any, slot: Int[Array, ""]) -> Any:
     """Put a slot read by `read_slot` back."""
     return jax.tree.map(
         lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, slot, 0), cache, part

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 EMBEDDING_TAP = -1
-GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy for both networks (contract 2.5)
+GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy for both networks (DeepSpec, utils/sampling)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -97,7 +97,7 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The draft network, resolved from whatever packaging it came in (contract section 2).
+    """The draft network, resolved from whatever packaging it came in.
 
     With `sample_from_anchor` the block has `block_size` rows and each is sampled; without it
     (1 + N layout) the anchor's row is computed and not sampled, so one draft fewer comes out.
@@ -167,6 +167,20 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
+class NgramConfig:
+    """Prompt lookup as the drafter: continue as after an earlier match of the last tokens."""
+
+    max_match: int = 3  # tokens at most that a match is judged by
+    min_match: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.min_match <= self.max_match,
+            f"min_match {self.min_match} is not within 1 and max_match {self.max_match}",
+        )
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """Static switches of a run: each distinct value is one compiled program."""
 
@@ -181,6 +195,7 @@ class DecodeConfig:
     sampled: bool = True  # False: every row is greedy; no noise, no law of the whole vocabulary
     controls: bool = False  # rows may bring a bias, penalties or a least length
     logprobs: int = 0  # most likely tokens to report; 0 = report nothing at all
+    ceiling: bool = False  # report what draft and target law allow at each position
     implementation: Literal["xla", "pallas"] = "xla"
 
     def __post_init__(self) -> None:
@@ -198,6 +213,7 @@ class DecodeConfig:
             value = getattr(self, name)
             _require(value in choices, f"{name} must be one of {choices}, got {value!r}")
         _require(self.logprobs >= 0, f"logprobs cannot be negative: {self.logprobs}")
+        _require(self.sampled or not self.ceiling, "ceiling needs laws: set sampled")
         _require(self.draft_top_k >= 0, f"draft_top_k cannot be negative: {self.draft_top_k}")
 
     @property
@@ -211,7 +227,7 @@ class ModelConfig:
     """Everything static that a jitted entry point needs; hashable."""
 
     target: TargetConfig
-    draft: DraftConfig | None
+    draft: DraftConfig | NgramConfig | None
     decode: DecodeConfig
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -223,6 +239,13 @@ class ModelConfig:
         draft, drafts = self.draft, self.decode.num_drafts
         if draft is None:
             _require(drafts == 0, f"num_drafts is {drafts}, but there is no draft")
+            return
+        if isinstance(draft, NgramConfig):
+            _require(drafts >= 1, "num_drafts must be at least 1 for prompt lookup")
+            _require(
+                self.decode.confidence_threshold == 0.0,
+                "confidence_threshold is set, but prompt lookup has no confidence head",
+            )
             return
         _require(
             1 <= drafts <= draft.max_drafts,
@@ -249,3 +272,8 @@ class ModelConfig:
             self.decode.confidence_threshold == 0.0 or draft.confidence != "none",
             "confidence_threshold is set, but the draft has no confidence head",
         )
+
+    @property
+    def draft_network(self) -> DraftConfig | None:
+        """The draft where it is a network, and not prompt lookup or nothing."""
+        return self.draft if isinstance(self.draft, DraftConfig) else None

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.cache import allocate, capacity, read_slot, write_slot
-from dspark_jax.config import LayersConfig, ModelConfig
+from dspark_jax.config import ModelConfig
 from dspark_jax.controls import adjust, admit_controls, count_generated, init_controls, mark_prompt
-from dspark_jax.draft import Draft, block_tokens, propose, sampled_rows
+from dspark_jax.drafters import drafter_of, taps_of
 from dspark_jax.layers import bind
 from dspark_jax.sampling import draw_token, report_logprobs
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
+    ContextRows,
     Controls,
     DecodeState,
     FirstToken,
@@ -41,10 +42,7 @@ entry: Callable[..., Any] = partial(jax.jit, static_argnums=0, donate_argnames=(
 
 def init_state(config: ModelConfig, batch: int) -> DecodeState:
     """An empty state of `batch` slots, all finished, with caches of `cache.capacity` rows."""
-    rows = capacity(config)
-    draft, layers = config.draft, config.target.layers
-    features = len(draft.taps) * layers.hidden_size if draft else 0
-    none = LayersConfig(1, 1, 1, 1, 1, 2, layers.rope)  # a draft cache of no rows
+    layers, width = config.target.layers, config.decode.step_rows
 
     def integers(fill: int, *shape: int) -> Array:
         return jnp.full((batch, *shape), fill, jnp.int32)
@@ -63,9 +61,14 @@ def init_state(config: ModelConfig, batch: int) -> DecodeState:
             seed=jnp.zeros((batch, 2), jnp.uint32),
         ),
         controls=init_controls(batch, config.target.vocab_size if config.decode.controls else 0),
-        target=allocate(layers, batch, rows, config.dtype),
-        draft=allocate(draft.layers if draft else none, batch, rows if draft else 0, config.dtype),
-        context=jnp.zeros((batch, config.decode.step_rows, features), config.dtype),
+        target=allocate(layers, batch, capacity(config), config.dtype),
+        draft=drafter_of(config).init(config, batch),
+        context=ContextRows(
+            tokens=integers(0, width),
+            features=jnp.zeros(
+                (batch, width, len(taps_of(config)) * layers.hidden_size), config.dtype
+            ),
+        ),
         context_len=integers(0),
     )
 
@@ -109,7 +112,6 @@ def prefill(
     Every prompt row enters the target cache and, as a context row, the draft cache. With `last`
     the first token is drawn and the row starts to run, unless that token is a stop.
     """
-    decode = config.decode
     start = state.cached[slot][None]
     target = _target(config, params)
     with jax.named_scope("prefill"):
@@ -117,21 +119,14 @@ def prefill(
             tokens[None],
             read_slot(state.target, slot),
             start,
-            config.draft.taps if config.draft else (),
-            decode.implementation,
+            taps_of(config),
+            config.decode.implementation,
         )
         target_cache = write_slot(state.target, part, slot)
-        draft_cache = state.draft
-        if config.draft:
-            draft = _draft(config, params)
-            part = draft.write_context(
-                draft.context_rows(tapped),
-                read_slot(state.draft, slot),
-                start,
-                count[None],
-                decode.implementation,
-            )
-            draft_cache = write_slot(state.draft, part, slot)
+        rows = ContextRows(tokens=tokens[None], features=tapped)
+        own = drafter_of(config).absorb(
+            config, params, read_slot(state.draft, slot), rows, start, count[None]
+        )
         logits = target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
     cached = state.cached[slot] + count
     first, controls = _draw_first(config, logits, state, slot, tokens, count)
@@ -142,9 +137,9 @@ def prefill(
         done=state.done.at[slot].set(~last | stopped),
         controls=controls,
         target=target_cache,
-        draft=draft_cache,
+        draft=write_slot(state.draft, own, slot),
     )
-    logprobs = report_logprobs(logits, first[None, None], decode.logprobs)
+    logprobs = report_logprobs(logits, first[None, None], config.decode.logprobs)
     return state, FirstToken(first, jax.tree.map(lambda x: x[0, 0], logprobs))
 
 
@@ -176,7 +171,8 @@ def draft_step(
 ) -> tuple[DecodeState, Proposal]:
     """The whole draft step: context rows into the draft cache, block backbone, Markov walk.
 
-    Without a draft the proposal is empty: plain decoding is a round of no drafts.
+    Without a draft the proposal is empty: plain decoding is a round of no drafts. (What the step
+    does is the drafter's business: `drafters`.)
     """
     return _draft_step(config, params, state)
 
@@ -212,6 +208,9 @@ def decode_rounds(
             ids=jnp.zeros((batch, MAX_ROUNDS, width, reported), jnp.int32),
             values=jnp.zeros((batch, MAX_ROUNDS, width, reported), jnp.float32),
         ),
+        possible=jnp.zeros(
+            (batch, MAX_ROUNDS, width - 1 if config.decode.ceiling else 0), jnp.float32
+        ),
     )
     most = jnp.minimum(rounds, MAX_ROUNDS)
 
@@ -222,7 +221,7 @@ def decode_rounds(
     def step(carry: tuple[DecodeState, Rounds, Array]) -> tuple[DecodeState, Rounds, Array]:
         state, out, index = carry
         state, one = _decode_round(config, params, state)
-        one = Rounds(tokens=one.tokens, counts=one.counts, logprobs=one.logprobs)
+        one = Rounds(one.tokens, one.counts, one.logprobs, one.possible)
         out = jax.tree.map(lambda all_rounds, x: all_rounds.at[:, index].set(x), out, one)
         return state, out, index + 1
 
@@ -239,10 +238,6 @@ def _target(config: ModelConfig, params: Params) -> Target:
     return bind(Target, config.target, config.dtype, params["target"])
 
 
-def _draft(config: ModelConfig, params: Params) -> Draft:
-    return bind(Draft, config.draft, config.dtype, params["draft"])
-
-
 def _decode_round(
     config: ModelConfig, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepOutput]:
@@ -253,37 +248,12 @@ def _decode_round(
 def _draft_step(
     config: ModelConfig, params: Params, state: DecodeState
 ) -> tuple[DecodeState, Proposal]:
-    if config.draft is None:
-        return state, _empty_proposal(config, state)
+    drafter = drafter_of(config)
     with jax.named_scope("dspark_propose"):
-        draft, target = _draft(config, params), _target(config, params)
-        with jax.named_scope("context_kv"):
-            rows = draft.context_rows(state.context)
-            cache = draft.write_context(
-                rows,
-                state.draft,
-                state.cached - state.context_len,
-                state.context_len,
-                config.decode.implementation,
-            )
-        embedding = draft.embed_tokens if config.draft.own_embedding else target.embed_tokens
-        head = draft.lm_head.weight[...] if config.draft.own_head else target.head
-        x = embedding(block_tokens(config.draft, state.anchor))
-        hidden, cache = draft.block(x, cache, state.cached, config.decode.implementation)
-        hidden = sampled_rows(config.draft, hidden, config.decode.num_drafts)
-        proposal = propose(draft, hidden, head, state, config.decode)
-    return state.replace(draft=cache), proposal
-
-
-def _empty_proposal(config: ModelConfig, state: DecodeState) -> Proposal:
-    batch = state.cached.shape[0]
-    width = config.target.vocab_size if config.decode.sampled else 0
-    return Proposal(
-        tokens=jnp.zeros((batch, 0), jnp.int32),
-        length=jnp.zeros((batch,), jnp.int32),
-        probs=jnp.zeros((batch, 0, width), jnp.float32),
-        confidence=jnp.zeros((batch, 0), jnp.float32),
-    )
+        waiting = state.cached - state.context_len
+        own = drafter.absorb(config, params, state.draft, state.context, waiting, state.context_len)
+        own, proposal = drafter.propose(config, params, state.replace(draft=own))
+    return state.replace(draft=own), proposal
 
 
 def _verify_step(
@@ -296,21 +266,26 @@ def _verify_step(
             tokens,
             state.target,
             state.cached,
-            config.draft.taps if config.draft else (),
+            taps_of(config),
             config.decode.implementation,
         )
         logits = target.logits(hidden)
     with jax.named_scope("decode_sample"):
         output = verify(logits, proposal, state, config.decode)
-        state = commit(state.replace(target=cache), output, tapped)
+        rows = ContextRows(tokens=tokens, features=tapped)
+        state = commit(state.replace(target=cache), output, rows)
         if config.decode.controls:
             counted = count_generated(state.controls, output.tokens, output.counts[:, 0])
             state = state.replace(controls=counted)
     return state, output
 
 
-def commit(state: DecodeState, output: StepOutput, tapped: Float[Array, "B T CD"]) -> DecodeState:
+def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeState:
     """Advance `cached`, not past the limit; a row that was finished before stays as it was."""
+
+    def kept(old: Array, new: Array) -> Array:
+        return jnp.where(finished.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
     emitted, finished = output.counts[:, 0], state.done
     advance = jnp.minimum(emitted, state.limit - state.cached)
     places = jnp.maximum(emitted - 1, 0)[:, None]
@@ -319,7 +294,7 @@ def commit(state: DecodeState, output: StepOutput, tapped: Float[Array, "B T CD"
         cached=jnp.where(finished, state.cached, state.cached + advance),
         anchor=jnp.where(finished, state.anchor, anchor),
         done=output.counts[:, 3] > 0,
-        context=jnp.where(finished[:, None, None], state.context, tapped),
+        context=jax.tree.map(kept, state.context, rows),
         # Cut like `cached`: the next draft writes the context at their difference.
         context_len=jnp.where(finished, state.context_len, advance),
     )

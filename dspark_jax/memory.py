@@ -46,7 +46,8 @@ class MemoryPlan:
 def plan_memory(config: ModelConfig, max_batch: int) -> MemoryPlan:
     """Sum weights, caches of `max_batch` slots, and an upper bound of the working arrays."""
     rows, size = capacity(config), ITEMSIZE[config.dtype]
-    stacks = [config.target.layers, *([config.draft.layers] if config.draft else [])]
+    network = config.draft_network
+    stacks = [config.target.layers, *([network.layers] if network else [])]
     caches = [cache_bytes(layers, 1, rows, size) for layers in stacks]
     return MemoryPlan(
         weights=weight_bytes(config),
@@ -58,8 +59,8 @@ def plan_memory(config: ModelConfig, max_batch: int) -> MemoryPlan:
 def weight_bytes(config: ModelConfig) -> int:
     """Bytes of both networks' parameters; what the draft borrows from the target counts once."""
     trees: list[Any] = [abstract_params(Target, config.target, config.dtype)]
-    if config.draft:
-        trees.append(abstract_params(Draft, config.draft, config.dtype))
+    if config.draft_network:
+        trees.append(abstract_params(Draft, config.draft_network, config.dtype))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
@@ -141,10 +142,10 @@ def _prefill_bytes(config: ModelConfig) -> int:
     """One slot, one chunk of rows; logits of the last row only."""
     chunk = config.decode.prefill_chunk
     networks = _rows_bytes(config, config.target.layers, 1, chunk)
-    features = len(config.draft.taps) * config.target.layers.hidden_size if config.draft else 0
-    context = 0
-    if config.draft:
-        layers = config.draft.layers
+    network, context = config.draft_network, 0
+    features = len(network.taps) * config.target.layers.hidden_size if network else 0
+    if network:
+        layers = network.layers
         context = 2 * layers.num_layers * layers.num_kv_heads * layers.head_dim
     wide = chunk * (2 * features + 2 * context) * 4
     return networks + wide + _SAMPLED_LAWS * config.target.vocab_size * 4
@@ -156,7 +157,8 @@ def _round_bytes(config: ModelConfig, batch: int) -> int:
     networks = _rows_bytes(config, config.target.layers, batch, rows)
     arrays = _SAMPLED_LAWS if decode.sampled else 2
     laws = arrays * batch * rows * config.target.vocab_size * 4
-    features = batch * rows * (len(config.draft.taps) if config.draft else 0)
+    network = config.draft_network
+    features = batch * rows * (len(network.taps) if network else 0)
     return networks + laws + 2 * features * config.target.layers.hidden_size * 4
 
 

@@ -66,12 +66,21 @@ class RowSettings:
 
 
 @struct.dataclass
+class ContextRows:
+    """Committed rows as a drafter absorbs them; features have width 0 without taps."""
+
+    tokens: Int[Array, "B T"]
+    features: Float[Array, "B T CD"]
+
+
+@struct.dataclass
 class DecodeState:
     """All rows of a batch between two rounds.
 
     `cached` counts the true rows of the target cache and is the absolute position of `anchor`,
-    the last committed token. The draft cache is true below `cached - context_len`; the features
-    of the rows between wait in `context`. A commit only advances `cached`: nothing is rolled back.
+    the last committed token. The drafter's own state (a draft's KVCache) is true below
+    `cached - context_len`; the rows between wait in `context`. A commit only advances `cached`:
+    nothing is rolled back.
     """
 
     cached: Int[Array, " B"]
@@ -82,8 +91,8 @@ class DecodeState:
     sampling: Sampling
     controls: Controls
     target: KVCache
-    draft: KVCache
-    context: Float[Array, "B T CD"]  # tapped features of the last verify pass
+    draft: Any
+    context: ContextRows  # of the last verify pass
     context_len: Int[Array, " B"]
 
 
@@ -126,12 +135,14 @@ class StepOutput:
     """What one round emitted: the first counts[:, 0] of `tokens` are real.
 
     `counts` columns: tokens emitted (0 for a row that was finished before), drafts among them,
-    drafts proposed, and 1 where the row is finished now.
+    drafts proposed, and 1 where the row is finished now. `possible` is the chance that the draft's
+    and the target's law allow each proposed token (width 0 where it was not asked for).
     """
 
     tokens: Int[Array, "B T"]
     counts: Int[Array, "B 4"]
     logprobs: Logprobs
+    possible: Float[Array, "B P"]
 
 
 @struct.dataclass
@@ -141,3 +152,4 @@ class Rounds:
     tokens: Int[Array, "B R T"]
     counts: Int[Array, "B R 4"]
     logprobs: Logprobs
+    possible: Float[Array, "B R P"]

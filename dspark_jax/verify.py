@@ -41,15 +41,22 @@ def verify(
         adjusted = adjust_block(
             logits, proposal.tokens, state.controls, state.cached, state.stop_ids
         )
+    possible = jnp.zeros((logits.shape[0], 0), jnp.float32)
     if not decode.sampled:
         accepted, last = verify_greedy(adjusted, proposal)
-    elif decode.rejection == "gumbel":
-        accepted, last = verify_gumbel(adjusted, proposal, state)
     else:
-        accepted, last = verify_rejection(adjusted, proposal, state, decode.rejection)
+        laws = token_law(adjusted, state.sampling)
+        accept = verify_gumbel if decode.rejection == "gumbel" else verify_rejection
+        accepted, last = accept(laws, proposal, state, decode)
+        if decode.ceiling:
+            possible = jnp.sum(jnp.minimum(laws[:, :-1], proposal.probs), axis=-1)
     tokens, counts = emit(proposal, accepted, last, state)
-    logprobs = report_logprobs(logits, tokens, decode.logprobs)
-    return StepOutput(tokens=tokens, counts=counts, logprobs=logprobs)
+    return StepOutput(
+        tokens=tokens,
+        counts=counts,
+        logprobs=report_logprobs(logits, tokens, decode.logprobs),
+        possible=possible,
+    )
 
 
 def verify_greedy(
@@ -62,10 +69,9 @@ def verify_greedy(
 
 
 def verify_gumbel(
-    logits: Float[Array, "B T V"], proposal: Proposal, state: DecodeState
+    laws: Float[Array, "B T V"], proposal: Proposal, state: DecodeState, decode: DecodeConfig
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Accept while the draft agrees with the target's own draw of the same noise."""
-    laws = token_law(logits, state.sampling)
 
     def draw_slot(slot: Array) -> Array:
         keys = stream_keys(state.sampling, Stream.TARGET, state.cached + 1 + slot)
@@ -78,12 +84,11 @@ def verify_gumbel(
 
 
 def verify_rejection(
-    logits: Float[Array, "B T V"], proposal: Proposal, state: DecodeState, rejection: str
+    laws: Float[Array, "B T V"], proposal: Proposal, state: DecodeState, decode: DecodeConfig
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Speculative sampling with fresh coins, token by token or as a block."""
-    laws = token_law(logits, state.sampling)
     flips = coins(state.sampling, state.cached, proposal.tokens.shape[1])
-    accepted, residual = judge(laws, proposal, flips, rejection)
+    accepted, residual = judge(laws, proposal, flips, decode.rejection)
     keys = stream_keys(state.sampling, Stream.TARGET, state.cached + 1 + accepted)
     last = draw(residual, gumbel_noise(keys, laws.shape[-1]))
     return accepted, last.astype(jnp.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,10 +63,18 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
         if hasattr(module, "stream_keys"):
             monkeypatch.setattr(module, "stream_keys", reporting)
     for name in ("admit", "prefill", "decode_round"):
-        fresh = jax.jit(getattr(decode, name).__wrapped__, static_argnums=0)
-        monkeypatch.setattr(decode, name, fresh)
+        monkeypatch.setattr(decode, name, _rejitted(getattr(decode, name).__wrapped__))
+    # A program that reports keys must not be kept: another test's recorder would not hear it.
+    threshold = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     with tiny.quick_compilation():
         yield log
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", threshold)
+
+
+def _rejitted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Traced anew: traces are kept by function, and an old one reports to an old recorder."""
+    return jax.jit(lambda *arguments: step(*arguments), static_argnums=0)
 
 
 def uses_by_round(config: Any, params: Any, recorder: Recorder) -> Iterator[tuple[Any, list[Use]]]:

@@ -1,0 +1,112 @@
+"""Prompt lookup: what it proposes, and that it changes no token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.config import NgramConfig
+from dspark_jax.decode import init_state
+from dspark_jax.drafters import NGRAM, NONE, drafter_of
+from dspark_jax.state import ContextRows
+from tests.tiny import (
+    Request,
+    agreeing_params,
+    plain_config,
+    quick_compilation,
+    run,
+    run_alone,
+    tiny_config,
+)
+
+BASE = tiny_config(prefill_chunk=8, max_length=96, confidence_threshold=0.0)
+LOOKUP = replace(BASE, draft=NgramConfig(), decode=replace(BASE.decode, num_drafts=5))
+PLAIN = plain_config(BASE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def params():
+    return {"target": agreeing_params(BASE)["target"]}
+
+
+def proposal(history: list[int], config: Any = LOOKUP) -> tuple[list[int], int]:
+    """Tokens and length proposed after a history whose last token is the anchor."""
+    own = NGRAM.init(config, 1)
+    rows = ContextRows(tokens=jnp.asarray([[*history, 9, 9]]), features=jnp.zeros((1, 1, 0)))
+    cached = jnp.asarray([len(history) - 1])
+    own = NGRAM.absorb(config, {}, own, rows, jnp.zeros(1, jnp.int32), cached)
+    state = init_state(config, 1).replace(
+        draft=own, cached=cached, anchor=jnp.asarray(history[-1:], jnp.int32)
+    )
+    _, offered = NGRAM.propose(config, {}, state)
+    return offered.tokens[0].tolist(), int(offered.length[0])
+
+
+def test_drafters_are_chosen_by_the_configuration():
+    assert drafter_of(LOOKUP) is NGRAM
+    assert drafter_of(PLAIN) is NONE
+
+
+@pytest.mark.parametrize(
+    ("history", "tokens", "length"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2], [3, 4, 5, 6, 7], 5),
+        ([1, 2, 3, 8, 2, 3, 4, 7, 7, 2, 3], [4, 7, 7, 2, 3], 5),  # the latest of equal matches
+        ([1, 2, 3, 8, 5, 2, 3, 4, 1, 2, 3], [8, 5, 2, 3, 4], 5),  # a longer match before a later
+        ([5, 6, 5, 6, 5, 6], [5, 6, 5, 6, 5], 5),  # a match that overlaps the end goes round
+        ([4, 4], [4, 4, 4, 4, 4], 5),
+        ([1, 2, 3, 4], None, 0),
+        ([7], None, 0),
+    ],
+)
+def test_what_is_proposed(history, tokens, length):
+    offered, count = proposal(history)
+    assert count == length
+    if tokens is not None:
+        assert offered == tokens
+
+
+def test_a_match_shorter_than_the_least_proposes_nothing():
+    strict = replace(LOOKUP, draft=NgramConfig(max_match=3, min_match=2))
+    assert proposal([1, 2, 3, 9, 3], strict)[1] == 0
+    assert proposal([2, 3, 1, 9, 2, 3], strict)[1] == 5
+
+
+REQUESTS = [
+    Request([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 40),
+    Request(list(range(30, 50)), 30, temperature=0.8, seed=4),
+    Request([5] * 9, 40, temperature=1.1, seed=6),
+]
+
+
+@pytest.mark.parametrize("rejection", ["token", "gumbel"])
+def test_text_equals_plain_decoding(params, rejection):
+    config = replace(LOOKUP, decode=replace(LOOKUP.decode, rejection=rejection))
+    results, _ = run(config, params, REQUESTS)
+    assert results[0].tokens == run_alone(PLAIN, params, REQUESTS[0]).tokens
+    if rejection == "gumbel":
+        for result, request in zip(results, REQUESTS, strict=True):
+            assert result.tokens == run_alone(PLAIN, params, request).tokens
+    for result, request in zip(results, REQUESTS, strict=True):
+        assert result == run_alone(config, params, request)
+
+
+def test_text_that_repeats_itself_is_drafted(params):
+    """The greedy output of this target runs into a cycle, which lookup finds."""
+    result = run_alone(LOOKUP, params, REQUESTS[0])
+    assert np.mean(result.acceptance_lengths) > 2
+
+
+def test_a_threshold_is_refused():
+    with pytest.raises(ValueError, match="prompt lookup has no confidence head"):
+        replace(LOOKUP, decode=replace(LOOKUP.decode, confidence_threshold=0.5))
