@@ -8,7 +8,6 @@ import pytest
 
 from dspark_jax import memory
 from dspark_jax.decode import init_state
-from dspark_jax.engine import Engine
 from dspark_jax.memory import (
     DeviceMemoryError,
     MemoryPlan,
@@ -16,7 +15,7 @@ from dspark_jax.memory import (
     largest_max_length,
     plan_memory,
 )
-from dspark_jax.request import SamplingParams
+from dspark_jax.programs import Programs, Tier
 from tests.tiny import decoding, plain_config, random_params, tiny_config
 
 CONFIG = tiny_config(vocab=300, max_length=700)
@@ -41,17 +40,13 @@ def test_weights_and_cache_are_exact(config):
     assert plan.cache == nbytes(state.target) + nbytes(state.draft)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_workspace_bounds_what_the_compiler_takes(batch):
-    engine = Engine(CONFIG, random_params(CONFIG), max_batch=batch)
-    settings = [SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)] * batch
-    engine.generate([[1, 2]] * batch, settings)
+def test_workspace_bounds_what_the_compiler_takes():
+    programs = Programs(CONFIG, random_params(CONFIG))
+    programs.compile_missing(Tier(batch=4))
     taken = max(
-        program.memory_analysis().temp_size_in_bytes
-        for program in engine._programs._compiled.values()
+        program.memory_analysis().temp_size_in_bytes for program in programs._compiled.values()
     )
-    bound = plan_memory(CONFIG, batch).workspace
-    assert taken <= bound <= 20 * taken
+    assert taken <= plan_memory(CONFIG, 4).workspace <= 4 * taken
 
 
 def test_too_much_names_sum_free_memory_and_the_largest_length():
