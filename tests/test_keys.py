@@ -64,12 +64,8 @@ def recorder(monkeypatch) -> Iterator[Recorder]:
             monkeypatch.setattr(module, "stream_keys", reporting)
     for name in ("admit", "prefill", "decode_round"):
         monkeypatch.setattr(decode, name, _rejitted(getattr(decode, name).__wrapped__))
-    # A program that reports keys must not be kept: another test's recorder would not hear it.
-    threshold = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     with tiny.quick_compilation():
         yield log
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", threshold)
 
 
 def _rejitted(step: Callable[..., Any]) -> Callable[..., Any]:

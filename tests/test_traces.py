@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,12 +99,20 @@ def test_no_law_of_the_vocabulary_in_the_greedy_tier(params) -> None:
 
 @pytest.mark.gpu
 def test_rounds_read_nothing_back(params) -> None:
-    state = decode.init_state(CONFIG, 2)
-    for slot in range(2):
-        state, _ = start(CONFIG, params, state, slot, Request([1, 2, 3], 100, temperature=1.0))
+    """A CPU's arrays are the host's: only another device can show this."""
+
+    def running() -> Any:
+        state = decode.init_state(CONFIG, 2)
+        for slot in range(2):
+            state, _ = start(CONFIG, params, state, slot, Request([1, 2, 3], 100, temperature=1.0))
+        return state
+
     rounds = jnp.int32(16)
-    decode.decode_rounds.lower(CONFIG, params, state, rounds).compile()
+    decode.decode_rounds(CONFIG, params, running(), rounds)  # compiled before the guard
+    state = jax.block_until_ready(running())
     with jax.transfer_guard_device_to_host("disallow"):
         state, output = decode.decode_rounds(CONFIG, params, state, rounds)
         jax.block_until_ready(output)
+        with pytest.raises(RuntimeError, match="transfer"):
+            int(output.counts[0, 0, 0])
     assert int(output.counts[:, :, 0].sum()) > 0
