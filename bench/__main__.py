@@ -1,0 +1,49 @@
+"""`python -m bench COMMAND`: measure a pair, its steps or its kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+COMMANDS = {
+    "compare": "drafts of one target side by side: seconds, acceptance, ceiling and floor",
+    "speed": "acceptance and latency on SPEED-Bench or other prompts",
+    "report": "the HTML report of a JSON file that compare or speed wrote",
+    "step": "plain decode, draft step, verify step and round on weights of true shapes",
+    "kernels": "each kernel against its floor",
+    "tune": "search the tuned settings of a kernel",
+}
+
+
+def usage() -> str:
+    """The commands that are installed."""
+    there = {name: text for name, text in COMMANDS.items() if find_spec(f"bench.{name}")}
+    lines = [f"  {name:8} {text}" for name, text in there.items()]
+    return "\n".join(["usage: python -m bench COMMAND ...; COMMAND --help tells more", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code (2: the caller's mistake, 130: interrupted)."""
+    name, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
+    arguments = rest[:-1]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in COMMANDS or not find_spec(f"bench.{name}"):
+        print(f"bench: {f'unknown command {name!r}' if name else 'no command'}", file=sys.stderr)
+        print(usage(), file=sys.stderr)
+        return 2
+    try:
+        return import_module(f"bench.{name}").main(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"bench {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"bench {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
