@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,19 @@ def test_plain_decoding_gives_the_same_text(command):
     plain = command("--no-draft", "--max-tokens", "30")
     assert plain[1] == drafted[1]
     assert plain[2][-1].endswith("30 rounds, acceptance length 1.00")
+
+
+def test_chat_puts_the_prompt_into_the_template(command, tmp_path):
+    shutil.copytree(TARGET, tmp_path / "target")
+    template = "<|im_start|>{{ messages[0].content }}<|im_end|>{{ 'think' if enable_thinking }}"
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    flags = ("--json", "--max-tokens", "2", "--target", str(tmp_path / "target"), "--no-draft")
+    plain = json.loads(command(*flags, "--prompt", "<|im_start|>hi<|im_end|>")[1])
+    quiet = json.loads(command(*flags, "--chat", "--prompt", "hi")[1])
+    aloud = json.loads(command(*flags, "--chat", "--enable-thinking", "--prompt", "hi")[1])
+    assert quiet["prompt"] == "hi"
+    assert quiet["token_ids"] == plain["token_ids"]
+    assert quiet["prompt_tokens"] == plain["prompt_tokens"] < aloud["prompt_tokens"]
 
 
 def test_show_drafts_colours_tokens_by_origin(command, monkeypatch):
