@@ -257,8 +257,9 @@ def _take_rounds(request: Request, slot: int, rounds: Rounds) -> None:
         if emitted and request.finish_reason is None:
             place = (slot, index, slice(emitted))
             logprobs = _logprobs(request, rounds.logprobs.ids[place], rounds.logprobs.values[place])
+            possible = rounds.possible[slot, index, :proposed].tolist()
             request.take_round(
-                rounds.tokens[place].tolist(), accepted, proposed, bool(done), logprobs
+                rounds.tokens[place].tolist(), accepted, proposed, bool(done), logprobs, possible
             )
 
 

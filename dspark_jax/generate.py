@@ -75,7 +75,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument_group("models").add_argument
     add("--target", metavar="DIR", help="folder, converted store or hub id of the target")
-    add("--draft", metavar="DIR", help="folder or hub id of the draft")
+    add("--draft", metavar="DIR", help="folder or hub id of the draft, or ngram")
     add("--no-draft", action="store_true", help="plain decoding, the baseline")
     add("--dtype", choices=("float32", "bfloat16"), help="default: by device")
     add("--max-length", type=int, default=4096, metavar="N", help="prompt and output (4096)")
@@ -151,7 +151,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Engine, list[str], list[Requ
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
     target, draft = arguments.target, arguments.draft
-    if draft and not target:
+    if draft and not target and draft != "ngram":
         raise ValueError(f"--draft {draft} has no target; add --target")
     if draft and arguments.no_draft:
         raise ValueError("--draft and --no-draft exclude each other; leave one out")

@@ -23,7 +23,13 @@ from convert.packaging import (
     share_with_target,
 )
 from convert.tokens import stop_token_ids
-from dspark_jax.config import DecodeConfig, DraftConfig, ModelConfig, TargetConfig
+from dspark_jax.config import (
+    DecodeConfig,
+    DraftConfig,
+    ModelConfig,
+    NgramConfig,
+    TargetConfig,
+)
 from dspark_jax.engine import Engine
 from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
@@ -34,7 +40,10 @@ from pallas_kernels.platform import default_device, describe_device, resolve_imp
 
 EMBEDDED = Path(__file__).parent / "demo"
 CPU_CHUNK, CHUNK = 64, 512  # rows of one prefill call
+NGRAM = "ngram"  # the name of prompt lookup where a draft is named
+NGRAM_DRAFTS = 7  # drafts of prompt lookup a round, unless a number is asked for
 DRAFT_OPTIONS = (
+    "ceiling",
     "confidence_threshold",
     "rejection",
     "draft_sampling",
@@ -53,7 +62,7 @@ class Checkpoint:
     """Networks that were understood and not read yet."""
 
     target: TargetConfig
-    draft: DraftConfig | None
+    draft: DraftConfig | NgramConfig | None
     folder: Path  # tokenizer and generation settings
     stop_ids: tuple[int, ...]
     warnings: tuple[str, ...]
@@ -77,6 +86,7 @@ def load(
     implementation: Literal["auto", "pallas", "xla"] = "auto",
     prefill_chunk: int | None = None,
     use_generation_config: bool = False,
+    ceiling: bool = False,
     block_size: int | None = None,
     mask_token_id: int | None = None,
     sample_from_anchor: bool | None = None,
@@ -87,7 +97,8 @@ def load(
     """Load a target and its draft, each a local folder or a hub repository id, into an engine.
 
     Without a target the embedded pair is loaded. A target without a draft is plain decoding; an
-    Orbax store brings its own draft. `draft=False` leaves any draft out.
+    Orbax store brings its own draft. `draft=False` leaves any draft out; `draft="ngram"` is prompt
+    lookup, which drafts what followed an earlier occurrence of the last tokens.
 
     dtype: of weights, cache and activations; None is bfloat16 on a GPU or TPU, else float32
         (which implies the highest matmul precision).
@@ -98,6 +109,8 @@ def load(
     num_speculative_tokens: drafts a round; None is all that the block was trained for.
     implementation: of the kernels; "pallas" is refused where they cannot run.
     prefill_chunk: prompt rows of one call; None is 64 on a CPU and 512 elsewhere.
+    ceiling: report, in `Result.possible_acceptance`, what the laws of draft and target allow at
+        each drafted position; costs the laws even where every row is greedy.
     use_generation_config: take sampling defaults from the checkpoint's generation_config.json.
     block_size, mask_token_id, sample_from_anchor, target_layer_ids: settle what the draft's file
         cannot, or has wrong.
@@ -125,6 +138,7 @@ def load(
         draft_top_k=draft_top_k,
         draft_truncation=draft_truncation,
         implementation=resolve(implementation, device),
+        ceiling=ceiling,
     )
     if checkpoint.draft is None:
         _refuse_draft_options(decode)
@@ -184,6 +198,9 @@ def _tokenizer_stop(tokenizer: Tokenizer | None) -> tuple[int, ...]:
 def _open(
     target: Place | None, draft: Place | Literal[False] | None, overrides: DraftOverrides
 ) -> Checkpoint:
+    if draft == NGRAM:
+        _refuse_overrides(overrides, "prompt lookup has no file")
+        return replace(_open(target, False, overrides), draft=NgramConfig())
     if target is None:
         if draft:
             raise ValueError(f"the draft {draft} has no target; name its target too")
@@ -241,9 +258,11 @@ def _pair(target: TargetSource, draft: DraftSource | None) -> Checkpoint:
     )
 
 
-def _borrowing(draft: DraftConfig | None) -> DraftConfig | None:
+def _borrowing(draft: DraftConfig | NgramConfig | None) -> DraftConfig | NgramConfig | None:
     """The draft as it is where its embedding and head turn out to be the target's."""
-    return draft and replace(draft, own_embedding=False, own_head=draft.reduced_vocabulary)
+    if not isinstance(draft, DraftConfig):
+        return draft
+    return replace(draft, own_embedding=False, own_head=draft.reduced_vocabulary)
 
 
 def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
@@ -262,9 +281,9 @@ def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
     )
 
 
-def _num_drafts(draft: DraftConfig | None, asked: int | None) -> int:
+def _num_drafts(draft: DraftConfig | NgramConfig | None, asked: int | None) -> int:
     """Drafts a round; without a draft the number asked for, which the configuration refuses."""
-    most = draft.max_drafts if draft else 0
+    most = NGRAM_DRAFTS if isinstance(draft, NgramConfig) else draft.max_drafts if draft else 0
     return most if asked is None else asked
 
 

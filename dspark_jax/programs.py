@@ -50,7 +50,10 @@ class Tier:
     def configure(self, config: ModelConfig) -> ModelConfig:
         """The static configuration of this tier's programs."""
         decode = replace(
-            config.decode, sampled=self.sampled, controls=self.controls, logprobs=self.logprobs
+            config.decode,
+            sampled=self.sampled or config.decode.ceiling,
+            controls=self.controls,
+            logprobs=self.logprobs,
         )
         return replace(config, decode=decode)
 

@@ -166,7 +166,9 @@ class Result:
     and are not cut at `max_tokens`: the first counts every token that the round emitted, bonus
     included, the second the drafts among them, the third the drafts that were proposed.
     `from_draft` has one entry a token, and so has `logprobs` where it was asked for: ids with
-    their log-probabilities, the token's own first, then the likeliest. `seconds` run from
+    their log-probabilities, the token's own first, then the likeliest. `possible_acceptance`, where
+    the engine computes it, has a row a round: for each proposed draft the sum of min(draft law,
+    target law), the chance that exact rejection can accept there. `seconds` run from
     admission to the last token, prefill included, compilation excluded.
     """
 
@@ -181,6 +183,7 @@ class Result:
     prompt_tokens: int
     seed: int
     logprobs: list[dict[int, float]] | None = None
+    possible_acceptance: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)

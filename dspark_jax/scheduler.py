@@ -37,6 +37,7 @@ class Request:
         self.acceptance_lengths: list[int] = []
         self.proposal_lengths: list[int] = []
         self.accepted_drafts: list[int] = []
+        self.possible_acceptance: list[list[float]] = []
         self.token_ids: list[int] = []
         self._pieces: list[str] = []
         self._origins: list[Origin] = []
@@ -72,11 +73,13 @@ class Request:
         proposed: int,
         done: bool,
         logprobs: Logprobs = None,
+        possible: Sequence[float] = (),
     ) -> None:
         """Take the tokens of one round, `accepted` of `proposed` drafts among them.
 
         `done` is the device's word that the row met a stop token or its cap. Tokens past the cap
-        are dropped, but they count for the round. `logprobs` has one entry a token.
+        are dropped, but they count for the round. `logprobs` has one entry a token, `possible` one
+        a draft where it was computed.
         """
         emitted = len(tokens)
         for index, token in enumerate(tokens):
@@ -89,6 +92,7 @@ class Request:
         self.acceptance_lengths.append(emitted)
         self.accepted_drafts.append(accepted)
         self.proposal_lengths.append(proposed)
+        self.possible_acceptance.append(list(possible))
         if done or self._ending == "stop":
             self._finish()
 
@@ -114,6 +118,7 @@ class Request:
             acceptance_lengths=self.acceptance_lengths,
             proposal_lengths=self.proposal_lengths,
             accepted_drafts=self.accepted_drafts,
+            possible_acceptance=self.possible_acceptance if any(self.possible_acceptance) else None,
             from_draft=[origin == "draft" for origin in self._origins],
             seconds=self.seconds,
             prompt_tokens=len(self.prompt_ids),

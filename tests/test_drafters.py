@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax import SamplingParams, load
 from dspark_jax.config import NgramConfig
 from dspark_jax.decode import init_state
 from dspark_jax.drafters import NGRAM, NONE, drafter_of
@@ -110,3 +111,29 @@ def test_text_that_repeats_itself_is_drafted(params):
 def test_a_threshold_is_refused():
     with pytest.raises(ValueError, match="prompt lookup has no confidence head"):
         replace(LOOKUP, decode=replace(LOOKUP.decode, confidence_threshold=0.5))
+
+
+def test_load_takes_prompt_lookup_by_name():
+    engine = load(draft="ngram", max_length=128, max_batch=1)
+    baseline = load(draft=False, max_length=128, max_batch=1)
+    prompt, params = [323, 288, 2314, 266, 68, 1021, 76, 652, 325], SamplingParams(max_tokens=60)
+    (drafted,) = engine.generate([prompt], params)
+    assert drafted.token_ids == baseline.generate([prompt], params)[0].token_ids
+    assert set(drafted.proposal_lengths) <= {0, 7}
+    assert len(drafted.acceptance_lengths) < 45
+    with pytest.raises(ValueError, match="prompt lookup has no file"):
+        load(draft="ngram", block_size=4)
+
+
+def test_possible_acceptance_is_reported_for_every_proposed_draft():
+    engine = load(max_length=128, max_batch=1, ceiling=True)
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=1)
+    (result,) = engine.generate([[323, 288, 2314, 266]], params)
+    assert [len(row) for row in result.possible_acceptance] == result.proposal_lengths
+    chances = np.concatenate(result.possible_acceptance)
+    assert chances.min() >= 0
+    assert chances.max() <= 1 + 1e-5
+    assert 0.2 < chances.mean() < 0.95
+    greedy = engine.generate([[323, 288, 2314, 266]], SamplingParams(max_tokens=24))[0]
+    for row, accepted in zip(greedy.possible_acceptance, greedy.accepted_drafts, strict=True):
+        assert row[:accepted] == [1.0] * accepted, "a greedy draft agrees or does not"
