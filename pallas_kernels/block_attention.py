@@ -23,11 +23,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_run import Problem, attend_runs
 from pallas_kernels.platform import resolve_implementation
-from pallas_kernels.split import fixed_runs, join_runs
+from pallas_kernels.split import MAX_BATCH, fixed_runs, join_runs
 from pallas_kernels.tuning import tuned
 
 FIRST_TIER = 256
 TIER_GROWTH = 4
+MAX_SLOTS = 4096  # fixed-point rates of the kernel stay within 32 bits with
+MAX_CACHE_ROWS = 1 << 20  # these two
 MAX_ROWS = 16  # of the kernel; prompt chunks have more and take the reference
 
 
@@ -42,8 +44,10 @@ class Config:
     weights_in_registers: bool = True  # False passes them through shared memory, for interpreters
 
     def __post_init__(self) -> None:
-        if self.block not in (64, 128) or min(self.stages, self.slots, self.least) < 1:
-            raise ValueError(f"block must be 64 or 128 and the rest positive, got {self}")
+        if self.block not in (64, 128):
+            raise ValueError(f"block must be 64 or 128, got {self.block}")
+        if min(self.stages, self.slots, self.least) < 1 or self.slots > MAX_SLOTS:
+            raise ValueError(f"sizes must be positive and slots at most {MAX_SLOTS}, got {self}")
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,9 @@ def choose_config(shape: tuple[int, ...], kv_heads: int) -> Config:
     name = f"batch {batch} rows {rows} heads {heads}/{kv_heads} width {width}"
     if (fields := tuned("block_attention", name)) is not None:
         return Config(**fields)
-    return Config(stages=2, slots=264) if batch * kv_heads > 132 or width > 128 else Config()
+    if batch == 1:
+        return Config(stages=4 if width <= 128 else 2)
+    return Config(stages=2, slots=264 if batch * kv_heads > 128 else 128)
 
 
 def kernel_objection(q: Float[Array, "B T N H"], k_cache: Float[Array, "B S K H"]) -> str | None:
@@ -157,8 +163,13 @@ def kernel_objection(q: Float[Array, "B T N H"], k_cache: Float[Array, "B S K H"
         return f"the attention kernel takes up to {MAX_ROWS} rows, got {q.shape[1]}"
     if q.shape[3] not in (64, 128, 256):
         return f"the attention kernel takes heads of 64, 128 or 256, got {q.shape[3]}"
-    if k_cache.shape[1] % 8:
-        return f"the attention kernel takes a cache of 8 n rows, got {k_cache.shape[1]}"
+    if q.shape[0] > MAX_BATCH:
+        return f"the attention kernel takes up to {MAX_BATCH} batch rows, got {q.shape[0]}"
+    if k_cache.shape[1] % 8 or k_cache.shape[1] > MAX_CACHE_ROWS:
+        return (
+            f"the attention kernel takes a cache of 8 n rows up to {MAX_CACHE_ROWS}, got"
+            f" {k_cache.shape[1]}"
+        )
     return None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,11 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WARPS, launch, load, row_layout
+from pallas_kernels.mosaic import LANES, WARPS, launch, load, row_layout
 
 UNROLL = 16  # batch rows whose lengths are loaded together: more would take too many registers
-JOIN_LOADS = 16  # runs that a warp loads before it uses the first
-MANY_ROWS = 1024  # more of them than this are not worth a cell for each query head
+JOIN_LOADS = 16  # numbers of runs that a lane loads before it uses the first
+MAX_BATCH = 128  # rows: one for each thread of a warpgroup
+ONE = 1 << 16  # of a fixed-point rate
 NEGATIVE = -1e30  # below every score, and finite: the difference of two is not NaN
 
 
@@ -108,50 +108,59 @@ def _locate_ragged(
 
     A row's number of runs is its tiles over the mean tiles that a slot would get, rounded: at
     most `slots + batch * kv_heads` items, and a run is at most half as long again as the mean.
-    Rows with less than half the mean come last, to fill what the others leave.
+    Long runs come first, so that short ones fill what they leave. Each thread ranks one batch
+    row against all others; integers throughout, or two threads might rank differently.
     """
+    layout = plgpu.Layout.WG_STRIDED((MAX_BATCH,), 1)
+    own = plgpu.broadcasted_iota(jnp.int32, (MAX_BATCH,), 0, layout=layout)
 
-    def add(b: Any, total: Any) -> Any:
-        return total + _tile_range(starts[b], rows, config.block, window)[1]
+    def tiles_of(b: Any) -> Any:
+        return _tile_range(starts[b], rows, config.block, window)[1]
 
-    total = _over_batch(batch, add, jnp.int32(0)) * kv_heads
-    rate = jnp.minimum(config.slots / total.astype(jnp.float32), 1.0 / config.least)
+    def add(b: Any, carry: Any) -> Any:
+        total, tiles = carry
+        count = tiles_of(b)
+        return total + count, jnp.where(own == b, count, tiles)
 
-    def runs_of(start: Any) -> tuple[Any, Any, Any]:
-        first, tiles = _tile_range(start, rows, config.block, window)
-        return first, tiles, (tiles.astype(jnp.float32) * rate + 0.5).astype(jnp.int32)
+    empty = plgpu.layout_cast(jnp.zeros((MAX_BATCH,), jnp.int32), layout)
+    total, tiles = _over_batch(batch, add, (jnp.int32(0), empty))
+    rate = lax.div(jnp.int32(config.slots * ONE), total * kv_heads)
+    rate = jnp.minimum(rate, ONE // config.least)
 
-    def find(b: Any, carry: Any, *, short: bool) -> Any:
-        used, row, base = carry
-        here = item >= used  # the last such row of those that have items
-        row, base = jnp.where(here, b, row), jnp.where(here, used, base)
-        runs = runs_of(starts[b])[2]
-        if short:
-            return used + jnp.where(runs == 0, kv_heads, 0), row, base
-        return used + runs * kv_heads, row, base
+    def runs_of(tiles: Any) -> Any:
+        return jnp.maximum(lax.shift_right_logical(tiles * rate + ONE // 2, jnp.int32(16)), 1)
 
-    carry = (jnp.int32(0),) * 3
-    for short in (False, True):
-        carry = _over_batch(batch, partial(find, short=short), carry)
-    used, b, base = carry
-    start = starts[b]
-    first, tiles, runs = runs_of(start)
-    runs = jnp.maximum(runs, 1)
-    local = item - base
-    run, head = lax.div(local, kv_heads), lax.rem(local, kv_heads)
-    begin, end = lax.div(tiles * run, runs), lax.div(tiles * (run + 1), runs)
+    runs = runs_of(tiles)
+
+    def rank(b: Any, before: Any) -> Any:
+        count = tiles_of(b)
+        other = runs_of(count)
+        longer, same = count * runs > tiles * other, count * runs == tiles * other
+        first = jnp.logical_or(longer, jnp.logical_and(same, own > b))
+        return before + jnp.where(first, other * kv_heads, 0)
+
+    before = _over_batch(batch, rank, empty)
+    mine = jnp.logical_and(item >= before, item < before + runs * kv_heads)
+    mine = jnp.logical_and(mine, own < batch)
+    found = jnp.where(mine, before * MAX_BATCH + own, -1).max()
+    owner = jnp.maximum(found, 0)
+    b, base = lax.rem(owner, MAX_BATCH), lax.div(owner, MAX_BATCH)
+    first, count = _tile_range(starts[b], rows, config.block, window)
+    split = runs_of(count)
+    run, head = lax.div(item - base, kv_heads), lax.rem(item - base, kv_heads)
+    begin, end = lax.div(count * run, split), lax.div(count * (run + 1), split)
     return Item(
-        valid=item < used,
+        valid=found >= 0,
         batch=b,
-        start=start,
+        start=starts[b],
         head=head,
         first=first + begin,
         stride=1,
         count=end - begin,
-        runs=runs,
-        slot=base + head * runs + run,
+        runs=split,
+        slot=base + head * split + run,
         base=base,
-        leads=local == 0,
+        leads=item == base,
     )
 
 
@@ -163,15 +172,16 @@ def join_runs(
     Operands: the plan [B, 2] (first slot and runs of a batch row; unread when `runs` is given),
     the partial results [items, tiles, R, H] and their logarithmic sums to base 2
     [items, tiles, R], and a reference to the output [B, T, N, H], of which the other batch rows
-    keep their values. `padded` rows of R belong to one query head. A warp does one query row.
+    keep their values. `padded` rows of R belong to one query head; a cell does rows of one.
     """
     batch, count, heads, width = shape
     group = heads // kv_heads
-    rows = math.gcd(count, WARPS)
+    rows = math.gcd(count, WARPS if runs else 2 * WARPS)
     layout = row_layout(rows, width)
     square = (rows, width) if rows > 1 else (width,)
-    members = group if batch * count * heads > MANY_ROWS * rows else 1  # of a cell
-    unroll = min(JOIN_LOADS * 128 // max(width, 128), runs or JOIN_LOADS)
+    unroll = max(1, JOIN_LOADS * WARPS * LANES // (width * max(rows, WARPS)))
+    if runs is not None:
+        unroll = min(4 * unroll, runs)
 
     def filled(value: float) -> Any:
         return plgpu.layout_cast(jnp.full(square, value, jnp.float32), layout)
@@ -209,28 +219,23 @@ def join_runs(
 
     def join(plan: Any, parts: Any, sums: Any, out: Any) -> None:
         b, first = lax.axis_index("batch"), lax.axis_index("rows") * rows
-        cell = lax.axis_index("heads") * members
+        head = lax.axis_index("heads")
+        key_head, member = lax.div(head, group), lax.rem(head, group)
         per_tile = parts.shape[2] // padded
+        row = lax.rem(member, per_tile) * padded + first
+        at = (lax.div(member, per_tile), row if rows == 1 else pl.ds(row, rows))
 
-        def join_heads(base: Any, runs: Any) -> None:
-            def head(i: Any, _: Any) -> Any:
-                key_head, member = lax.div(cell + i, group), lax.rem(cell + i, group)
-                tile = lax.div(member, per_tile)
-                row = lax.rem(member, per_tile) * padded + first
-                at = (tile, row if rows == 1 else pl.ds(row, rows))
-                value = joined(base + key_head * runs, runs, parts, sums, at)
-                out[b, first if rows == 1 else pl.ds(first, rows), cell + i] = value
-                return ()
-
-            lax.fori_loop(0, members, head, ())
+        def join_head(base: Any, runs: Any) -> None:
+            value = joined(base + key_head * runs, runs, parts, sums, at)
+            out[b, first if rows == 1 else pl.ds(first, rows), head] = value
 
         if runs is None:
-            pl.when(plan[b, 1] > 1)(lambda: join_heads(plan[b, 0], plan[b, 1]))
+            pl.when(plan[b, 1] > 1)(lambda: join_head(plan[b, 0], plan[b, 1]))
         else:
-            join_heads(0, runs)
+            join_head(0, runs)
 
     return launch(
         join,
         name="block_attention_join",
-        grid={"batch": batch, "rows": count // rows, "heads": heads // members},
+        grid={"batch": batch, "rows": count // rows, "heads": heads},
     )

@@ -40,6 +40,7 @@ def interpreter():
         ((3, 8, 4, 64), 2, [0, 127, 312], {"causal": True}, {"slots": 16}),
         ((3, 7, 2, 64), 1, [1, 128, 129], {"causal": False}, {"slots": 8, "stages": 2}),
         ((2, 1, 6, 64), 2, [319, 200], {"causal": True}, {"slots": 2}),
+        ((18, 1, 2, 64), 1, [16 * b for b in range(17)] + [319], {"causal": True}, {"slots": 24}),
         ((1, 3, 8, 128), 1, [250], {"causal": True}, {"slots": 3, "block": 128, "stages": 1}),
         ((2, 16, 8, 64), 1, [100, 304], {"causal": True, "window": 70}, {"slots": 8}),
         ((1, 12, 2, 64), 1, [130], {"causal": False}, {"slots": 2}),
