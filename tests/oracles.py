@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -28,21 +28,11 @@ def rms_norm(x: Float[np.ndarray, "... D"], weight: Float[np.ndarray, " D"], eps
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
 
 
-class Rope(Protocol):
-    kind: str
-    theta: float
-    factor: float
-    original_max_position: int
-    attention_factor: float
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-    low_freq_factor: float
-    high_freq_factor: float
+def inverse_frequencies(rope: Any, head_dim: int) -> Float[np.ndarray, " H/2"]:
+    """Radians a position, as transformers' `modeling_rope_utils` defines each kind.
 
-
-def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " H/2"]:
-    """Radians a position, as transformers' `modeling_rope_utils` defines each kind."""
+    `rope` has the fields of transformers' `rope_parameters`, its type named `kind`.
+    """
     plain = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if rope.kind == "default":
         return plain
@@ -70,7 +60,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " H/2"]:
 
 
 def rotate(
-    x: Float[np.ndarray, "T N H"], positions: Int[np.ndarray, " T"], rope: Rope
+    x: Float[np.ndarray, "T N H"], positions: Int[np.ndarray, " T"], rope: Any
 ) -> Float[np.ndarray, "T N H"]:
     """Turn each pair (i, i + H/2) of a head by position x inverse frequency."""
     half = x.shape[-1] // 2
