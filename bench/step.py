@@ -26,7 +26,7 @@ from bench.timing import read_bandwidth
 from dspark_jax import decode
 from dspark_jax.cache import cache_bytes
 from dspark_jax.config import ModelConfig
-from dspark_jax.loading import load
+from dspark_jax.loading import load, ran_by
 from dspark_jax.state import MAX_ROUNDS, DecodeState, Params
 from pallas_kernels.platform import default_device, resolve_implementation
 
@@ -114,7 +114,7 @@ def records(
             {
                 "bench": "step",
                 "name": step,
-                "implementation": config.decode.implementation,
+                "implementation": ran_by(config),
                 "sampled": config.decode.sampled,
                 "shape": {"model": name, "batch": batch, "cached": cached},
                 "time_us": round(time_us, 1),
@@ -170,7 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
     lines = []
     config, params = pair(options.model, options.dtype, max_length=max(options.cached) + 1024)
     for wanted in options.implementation:
-        switches = {"implementation": resolve_implementation(wanted), "sampled": options.sampled}
+        resolve_implementation(wanted)
+        switches = {"implementation": wanted, "sampled": options.sampled}
         for batch in options.batch:
             for cached in options.cached:
                 room = {"max_length": cached + 16 * MAX_ROUNDS * 8}

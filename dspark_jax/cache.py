@@ -11,6 +11,8 @@ from jaxtyping import Array, Int
 from dspark_jax.config import LayersConfig, ModelConfig
 from dspark_jax.state import KVCache
 
+ROW_TILE = 8  # cache rows come in multiples of what the kernels' copy engine moves
+
 
 def capacity(config: ModelConfig) -> int:
     """Cache rows a slot: the last round may start at max_length, the last chunk may be padded.
@@ -22,7 +24,8 @@ def capacity(config: ModelConfig) -> int:
     trained = config.draft_network.block_size if config.draft_network else 0
     block = max(decode.step_rows, trained)
     padded = -(-decode.max_length // decode.prefill_chunk) * decode.prefill_chunk
-    return max(decode.max_length + block, padded)
+    rows = max(decode.max_length + block, padded)
+    return -(-rows // ROW_TILE) * ROW_TILE
 
 
 def allocate(layers: LayersConfig, batch: int, rows: int, dtype: str) -> KVCache:

@@ -196,7 +196,8 @@ class DecodeConfig:
     controls: bool = False  # rows may bring a bias, penalties or a least length
     logprobs: int = 0  # most likely tokens to report; 0 = report nothing at all
     ceiling: bool = False  # report what draft and target law allow at each position
-    implementation: Literal["xla", "pallas"] = "xla"
+    # Of attention and cache writes. "auto": kernels where they run; "pallas": kernels, or an error.
+    implementation: Literal["auto", "pallas", "xla"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.max_length >= 2, f"max_length must be at least 2, got {self.max_length}")

@@ -6,6 +6,7 @@ All are pure functions of (params, state) with the static `ModelConfig` first; t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,9 @@ def prefill(
     Every prompt row enters the target cache and, as a context row, the draft cache. With `last`
     the first token is drawn and the row starts to run, unless that token is a stop.
     """
+    if config.decode.implementation == "pallas":
+        # The kernels take up to 16 rows; a chunk is a matter of matmuls and takes the reference.
+        config = replace(config, decode=replace(config.decode, implementation="auto"))
     start = state.cached[slot][None]
     target = _target(config, params)
     with jax.named_scope("prefill"):

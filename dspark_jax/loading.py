@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from convert import apply, store
 from convert.hub import resolve_folder
@@ -124,7 +124,7 @@ def load(
         raise ValueError(f"max_batch must be at least 1, got {max_batch}")
     device = default_device()
     on_cpu = device.platform == "cpu"
-    resolve: Callable[..., Any] = resolve_implementation
+    resolve_implementation(implementation, device)  # a kernel that cannot run is an error now
     taps = None if target_layer_ids is None else tuple(target_layer_ids)
     overrides = DraftOverrides(block_size, mask_token_id, sample_from_anchor, taps)
     checkpoint = _open(target, draft, overrides)
@@ -137,12 +137,14 @@ def load(
         draft_sampling=draft_sampling,
         draft_top_k=draft_top_k,
         draft_truncation=draft_truncation,
-        implementation=resolve(implementation, device),
+        implementation=implementation,
         ceiling=ceiling,
     )
     if checkpoint.draft is None:
         _refuse_draft_options(decode)
     kind = dtype or ("float32" if on_cpu else "bfloat16")
+    if implementation == "pallas" and kind != "bfloat16":
+        raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
     return _build(
         checkpoint, config, max_length, max_batch, use_generation_config, report, progress
@@ -168,7 +170,7 @@ def _build(
         config = replace(config, draft=checkpoint.draft)
         plan = check_memory(config, max_batch, free_memory(device))
     decode = config.decode
-    tell(f"{describe_device(device)}, {config.dtype}, {decode.implementation}, memory {plan}")
+    tell(f"{describe_device(device)}, {config.dtype}, {ran_by(config)}, memory {plan}")
     for warning in checkpoint.warnings:
         warn(warning)
     if asked_length > decode.max_length:
@@ -186,6 +188,13 @@ def _build(
         defaults=defaults,
         report=warn,
     )
+
+
+def ran_by(config: ModelConfig) -> str:
+    """What runs attention and cache writes of a decode step: "pallas" or "xla"."""
+    if config.dtype != "bfloat16":
+        return "xla"
+    return resolve_implementation(config.decode.implementation)
 
 
 def _tokenizer_stop(tokenizer: Tokenizer | None) -> tuple[int, ...]:
