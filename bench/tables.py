@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from bench.records import Run
@@ -22,10 +23,10 @@ def with_error(value: float | None, error: float | None) -> str:
 
 def run_table(runs: Sequence[Run]) -> Table:
     """Requests, rounds and acceptance of each run."""
-    table = Table(title="acceptance")
+    table = Table(title="acceptance", box=SIMPLE_HEAD)
     for name in ("run", "requests", "rounds", "acceptance length", "macro"):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=name == "run")
-    for name in ("drafts a round", "verify rate"):
+    for name in ("drafts", "verify rate"):
         table.add_column(name, justify="right")
     for run in runs:
         found = run.figures()
@@ -44,7 +45,9 @@ def run_table(runs: Sequence[Run]) -> Table:
 def latency_table(runs: Sequence[Run]) -> Table:
     """Throughput and latency percentiles of each run."""
     table = Table(
-        title="latency in ms: p50 / p90 / p99", caption="by batch: no queueing is counted"
+        box=SIMPLE_HEAD,
+        title="latency in ms: p50 / p90 / p99",
+        caption="by batch: no queueing is counted",
     )
     table.add_column("run", no_wrap=True)
     for name in ("tokens/s", "time to first token", "inter-token latency", "time per output token"):
@@ -70,7 +73,7 @@ def _milliseconds(found: dict[str, float] | None) -> str:
 
 def position_table(runs: Sequence[Run]) -> Table:
     """Rates by position: of the rounds that proposed it, and of those that reached it."""
-    table = Table(title="acceptance by position")
+    table = Table(title="acceptance by position", box=SIMPLE_HEAD)
     table.add_column("run", no_wrap=True)
     table.add_column("rate", no_wrap=True)
     every = [run.figures() for run in runs]
@@ -78,14 +81,14 @@ def position_table(runs: Sequence[Run]) -> Table:
     for position in range(width):
         table.add_column(str(position + 1), justify="right")
     rates = {
-        "accepted / proposed": "accept_rates_by_position",
+        "of proposed": "accept_rates_by_position",
         "survival": "survival_by_position",
         "conditional": "conditional_rates_by_position",
     }
     for run, found in zip(runs, every, strict=True):
         if found["survival_by_position"]:
             for label, name in rates.items():
-                table.add_row(run.name, label, *(number(rate, 3) for rate in found[name]))
+                table.add_row(run.name, label, *(number(rate) for rate in found[name]))
     return table
 
 
@@ -94,7 +97,7 @@ def group_table(run: Run, field: str) -> Table | None:
     groups = run.figures()[f"by_{field}"]
     if not groups:
         return None
-    table = Table(title=f"by {field.replace('_', ' ')}: {run.name}")
+    table = Table(box=SIMPLE_HEAD, title=f"by {field.replace('_', ' ')}: {run.name}")
     table.add_column(field.replace("_", " "))
     for name in ("requests", "rounds", "acceptance length", "macro", "tokens/s a request"):
         table.add_column(name, justify="right")
@@ -112,7 +115,7 @@ def group_table(run: Run, field: str) -> Table | None:
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Seconds, and the change and speed-up against the baseline."""
-    table = Table(title="time of the same prompts")
+    table = Table(title="time of the same prompts", box=SIMPLE_HEAD)
     table.add_column("draft")
     for name in ("seconds", "against baseline", "speed-up", "from - to"):
         table.add_column(name, justify="right")
@@ -134,9 +137,9 @@ def ceiling_table(run: Run) -> Table | None:
     found = run.figures()["ceiling"]
     if not found["in_round"] and not found["clean"]:
         return None
-    table = Table(title=f"ceiling and floor: {run.name}", caption=found["verdict"])
+    table = Table(title=f"ceiling and floor: {run.name}", box=SIMPLE_HEAD)
     table.add_column("laws")
-    for name in ("position", "rounds", "possible", "realised", "standard errors apart"):
+    for name in ("position", "rounds", "possible", "realised", "errors apart"):
         table.add_column(name, justify="right")
     for label, rows in (
         ("of the round", found["in_round"]),
