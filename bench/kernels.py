@@ -25,13 +25,18 @@ def operand_bytes(operands: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(operands))
 
 
+def operand_sets(case: Case) -> list[Any]:
+    """Draw as many operand sets as rotate past the chip's cache."""
+    sets = [case.draw()]
+    return sets + [case.draw() for _ in range(sets_needed(operand_bytes(sets[0])) - 1)]
+
+
 def take(case: Case, *, repeats: int = 40) -> tuple[Timing, float]:
     """Measure a case and its error."""
     first = case.draw()
     kept = jax.tree.map(np.asarray, first) if case.in_place else first
     error = case.check(kept, case.call(first))
-    sets = [case.draw()]
-    sets += [case.draw() for _ in range(sets_needed(operand_bytes(sets[0])) - 1)]
+    sets = operand_sets(case)
     return measure(case.call, sets, in_place=case.in_place, repeats=repeats), error
 
 
@@ -62,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
     parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
     parser.add_argument("--implementation", action="append", choices=("pallas", "xla"))
+    parser.add_argument(
+        "--match", help="only shapes whose line holds this text, as 'batch=1 rows=8'"
+    )
     parser.add_argument("--out", type=Path, help="append JSON Lines here")
     options = parser.parse_args(arguments)
     implementations = tuple(options.implementation or ())
@@ -70,11 +78,13 @@ def main(arguments: list[str] | None = None) -> int:
     bandwidth = read_bandwidth()
     print(f"{default_device().device_kind}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     for implementation, case in cases(tuple(options.op or OPS), implementations):
+        shape = " ".join(f"{k}={v}" for k, v in case.shape.items())
+        if options.match and f"{options.match} " not in f"{shape} ":
+            continue
         line = record(implementation, case, *take(case), bandwidth)
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        shape = " ".join(f"{k}={v}" for k, v in line["shape"].items())
         print(
             f"{line['name']:16} {implementation:7} {line['time_us']:9.2f} us"
             f" {line['percent_of_floor']:6.1f} %  error {line['error']:.1e}  {shape}",

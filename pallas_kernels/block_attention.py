@@ -144,11 +144,16 @@ def block_attention_reference(
     return lax.switch(tier, branches, q, k_cache, v_cache, start)
 
 
+def shape_name(shape: tuple[int, ...], kv_heads: int) -> str:
+    """Name what sizes are tuned for: the lengths of the rows are not known ahead."""
+    batch, rows, heads, width = shape
+    return f"batch {batch} rows {rows} heads {heads}/{kv_heads} width {width}"
+
+
 def choose_config(shape: tuple[int, ...], kv_heads: int) -> Config:
     """Return the tuned sizes for queries of this shape, or sizes that suit most shapes."""
-    batch, rows, heads, width = shape
-    name = f"batch {batch} rows {rows} heads {heads}/{kv_heads} width {width}"
-    if (fields := tuned("block_attention", name)) is not None:
+    batch, _, _, width = shape
+    if (fields := tuned("block_attention", shape_name(shape, kv_heads))) is not None:
         return Config(**fields)
     if batch == 1:
         return Config(stages=4 if width <= 128 else 2)

@@ -9,6 +9,7 @@ value. Rows of `kv` at or past `count[b]` may hold any finite numbers and change
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic import launch, row_layout
 from pallas_kernels.platform import resolve_implementation
-from pallas_kernels.qkv_write import Config, kernel_objection
+from pallas_kernels.qkv_write import Config, kernel_objection, shape_name
 from pallas_kernels.rotary import (
     load_halves,
     normalize_halves,
@@ -134,9 +135,9 @@ def write_context(
 
 def choose_config(rows: int, kv_heads: int) -> Config:
     """Return the tuned sizes for so many rows in all, or sizes that suit most shapes."""
-    if (fields := tuned("context_kv", f"rows {rows} kv_heads {kv_heads}")) is not None:
+    if (fields := tuned("context_kv", shape_name(rows, kv_heads))) is not None:
         return Config(**fields)
-    return Config(heads=4 if kv_heads % 4 == 0 else 2)
+    return Config(heads=math.gcd(kv_heads, 8))
 
 
 @partial(jax.jit, static_argnames=("eps", "config"))

@@ -8,6 +8,7 @@ caches are donated; a row past the cache's end is dropped; every other cache row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -143,11 +144,16 @@ def write_qkv(
     )
 
 
+def shape_name(rows: int, kv_heads: int) -> str:
+    """Name what sizes are tuned for: so many rows in all."""
+    return f"rows {rows} kv_heads {kv_heads}"
+
+
 def choose_config(rows: int, kv_heads: int) -> Config:
     """Return the tuned sizes for so many rows in all, or sizes that suit most shapes."""
-    if (fields := tuned("qkv_write", f"rows {rows} kv_heads {kv_heads}")) is not None:
+    if (fields := tuned("qkv_write", shape_name(rows, kv_heads))) is not None:
         return Config(**fields)
-    return Config(heads=4 if kv_heads % 4 == 0 else 2)
+    return Config(heads=math.gcd(kv_heads, 8))
 
 
 def kernel_objection(k_cache: Float[Array, "B S K H"]) -> str | None:

@@ -1,0 +1,101 @@
+"""The whole round, compiled for GPUs that are not present: what is in it, what is copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+
+from dspark_jax import decode
+from dspark_jax.cache import capacity
+from dspark_jax.config import (
+    DecodeConfig,
+    DraftConfig,
+    LayersConfig,
+    ModelConfig,
+    RopeConfig,
+    TargetConfig,
+)
+from dspark_jax.draft import Draft
+from dspark_jax.layers import abstract_params
+from dspark_jax.target import Target
+from pallas_kernels.platform import decide_for
+from tests.kernels.described import (
+    compile_for,
+    copied_arrays,
+    described_device,
+    kernel_calls,
+    needs_compiler,
+)
+from tests.tiny import quick_compilation
+
+pytestmark = needs_compiler
+TARGET_LAYERS, DRAFT_LAYERS, BATCH = 2, 1, 2
+
+
+def small_pair(implementation: str) -> ModelConfig:
+    """A pair whose heads the kernels take."""
+    layers = LayersConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=TARGET_LAYERS,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        rope=RopeConfig(),
+    )
+    draft = DraftConfig(
+        layers=replace(layers, num_layers=DRAFT_LAYERS, windows=()),
+        vocab_size=64,
+        draft_vocab_size=64,
+        block_size=7,
+        mask_token_id=3,
+        taps=(-1, 0),
+        target_hidden_size=64,
+        markov="vanilla",
+        markov_rank=16,
+        confidence="markov",
+    )
+    decoding = DecodeConfig(max_length=248, num_drafts=7, implementation=implementation)
+    return ModelConfig(TargetConfig(layers, 64, max_length=512), draft, decoding, "bfloat16")
+
+
+def compile_round(config: ModelConfig, capability: str) -> str:
+    params = {
+        "target": abstract_params(Target, config.target, config.dtype),
+        "draft": abstract_params(Draft, config.draft, config.dtype),
+    }
+    state = jax.eval_shape(partial(decode.init_state, config, BATCH))
+    device = described_device(capability)
+    with decide_for(device):
+        return compile_for(
+            device,
+            lambda state, params: decode.decode_round.__wrapped__(config, params, state),
+            state,
+            params,
+            donate=(0,),
+        )
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_auto_has_no_kernel_on_other_gpus(capability):
+    with quick_compilation():
+        assert kernel_calls(compile_round(small_pair("auto"), capability)) == 0
+
+
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+def test_pallas_is_refused_on_other_gpus(capability):
+    with pytest.raises(ValueError, match=f"found .* of compute capability {capability}"):
+        compile_round(small_pair("pallas"), capability)
+
+
+def test_an_h200_runs_every_kernel_and_copies_no_cache():
+    config = small_pair("auto")
+    program = compile_round(config, "9.0")
+    # A layer writes q, k and v, attends and joins; the draft's context goes into its cache once.
+    assert kernel_calls(program) == 3 * (TARGET_LAYERS + DRAFT_LAYERS) + 1
+    layers = config.target.layers
+    shape = (BATCH, capacity(config), layers.num_kv_heads, layers.head_dim)
+    assert copied_arrays(program, shape) == 0
