@@ -43,6 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"bench {name}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise  # a bug
+        print(
+            f"bench {name}: the device ran out of memory; lower --max-length or the batch, or take"
+            " a smaller model",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def _verdict(in_round: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]]
 
 def _positions(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
     """A row for each position that rounds reached, as far as any did."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     while reached := list(_reached(records, name, len(rows))):
         rows.append(_position(len(rows) + 1, reached))
     return rows

@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.ceiling import LEAST_ROUNDS
 from bench.records import Run
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -23,11 +24,15 @@ LATENCIES = {
 
 
 def acceptance_chart(runs: Sequence[Run]) -> str | None:
-    """Possible (dashed) over realised acceptance by position; realised alone where not tested."""
+    """Possible (dashed) over realised acceptance by position; realised alone where not tested.
+
+    Positions that too few rounds reached are left out.
+    """
     figure, axes = _axes(ylabel="acceptance of rounds that reached it", xlabel="drafted position")
     for run, colour in _coloured(run for run in runs if run.num_drafts):
         found = run.figures()
         rows = found["ceiling"]["clean"] or found["ceiling"]["in_round"]
+        rows = [row for row in rows if row["rounds"] >= LEAST_ROUNDS]
         if rows:
             x = [row["position"] for row in rows]
             axes.plot(x, [row["possible"] for row in rows], "--", color=colour, marker="_")

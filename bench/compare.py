@@ -16,12 +16,13 @@ from rich.console import Console
 
 from bench.datasets import Conversation
 from bench.figures import total_seconds
-from bench.output import write_outputs
+from bench.output import check_outputs, write_outputs
 from bench.pairs import (
     EMBEDDED_DRAFT,
     NONE,
     add_model_flags,
     add_prompt_flags,
+    brings_draft,
     load_drafts,
     positive,
     short_name,
@@ -114,9 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.replay_rounds < 0:
         raise ValueError(f"--replay-rounds cannot be negative: {options.replay_rounds}")
+    check_outputs(options)
     chosen = _prompts(options)
     generation = generation_of(options, MAX_ROUNDS)
-    names = options.draft or [*([] if options.target else [EMBEDDED_DRAFT]), NONE]
+    names = options.draft or [*([EMBEDDED_DRAFT] if brings_draft(options) else []), NONE]
     if len(set(names)) < len(names):
         raise ValueError(f"a --draft is named twice: {', '.join(names)}")
     engines = load_drafts(options, names, options.max_concurrency)

@@ -54,7 +54,7 @@ def read_conversations(place: str | Path, subsets: Sequence[str] = ()) -> list[C
             f"{place}: no such file or folder; name a file ({', '.join(SUFFIXES)}) or a folder of"
             f" SPEED-Bench. For the latter {PREPARE}"
         )
-    found = []
+    found: list[Conversation] = []
     for subset, files in _subset_files(place, subsets):
         for file in files:
             found += _read_file(file, subset)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.records import Measurement
 from dspark_jax.generate import tell
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse before a long run what could not be written after it."""
+    for path in filter(None, (options.json, options.html)):
+        if not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path}: its folder does not exist; make it first")
+    if options.html and not find_spec("matplotlib"):
+        raise ValueError("--html needs matplotlib: pip install 'dspark-jax[bench]'")
 
 
 def write_outputs(measurement: Measurement, options: argparse.Namespace) -> None:

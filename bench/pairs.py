@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dspark_jax.config import GREEDY_TEMPERATURE
+from convert.store import is_store
 from dspark_jax.engine import Engine
 from dspark_jax.generate import set_up_jax, tell
 from dspark_jax.loading import EMBEDDED, load
@@ -64,7 +64,7 @@ def short_name(name: str) -> str:
 def load_drafts(options: argparse.Namespace, names: Sequence[str], max_batch: int) -> list[Engine]:
     """An engine for each draft; they share the arrays of the target.
 
-    A name is a folder, a hub id, `none`, `ngram` or, with the embedded target, `embedded`.
+    A name is a folder, a hub id, `none`, `ngram` or, where the target brings a draft, `embedded`.
     """
     for note in set_up_jax():
         tell(note)
@@ -86,18 +86,28 @@ def load_drafts(options: argparse.Namespace, names: Sequence[str], max_batch: in
     return engines
 
 
+def brings_draft(options: argparse.Namespace) -> bool:
+    """Whether the target has a draft of its own: the embedded one, and a converted store."""
+    return not options.target or is_store(options.target)
+
+
 def _draft(options: argparse.Namespace, name: str) -> Any:
     if name == NONE:
         return False
     if name != EMBEDDED_DRAFT:
         return name
-    if options.target:
-        raise ValueError(f"--draft {EMBEDDED_DRAFT} belongs to the embedded target; name a folder")
-    return EMBEDDED / "draft"
+    if not brings_draft(options):
+        raise ValueError(f"--draft {EMBEDDED_DRAFT}: {options.target} brings no draft; name one")
+    return None if options.target else EMBEDDED / "draft"
 
 
 def variant(engine: Engine, **switches: Any) -> Engine:
-    """The same networks decoded with other switches of `DecodeConfig`."""
+    """The same networks decoded with other switches of `DecodeConfig`.
+
+    Raises ValueError for a value out of range, and for a threshold without a draft.
+    """
+    if engine.config.draft is None and switches.get("confidence_threshold"):
+        raise ValueError("--confidence-threshold: there is no draft; leave it out")
     config = replace(engine.config, decode=replace(engine.config.decode, **switches))
     return Engine(
         config,
@@ -108,10 +118,3 @@ def variant(engine: Engine, **switches: Any) -> Engine:
         defaults=engine.defaults,
         report=tell,
     )
-
-
-def with_ceiling(engine: Engine, temperature: float) -> Engine:
-    """The engine that also reports possible acceptance, where a draft is tested by drawing."""
-    if engine.config.draft is None or temperature < GREEDY_TEMPERATURE:
-        return engine
-    return variant(engine, ceiling=True)

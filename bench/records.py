@@ -115,7 +115,7 @@ def environment(engine: Engine) -> dict[str, Any]:
     """The device and the software that a measurement ran on."""
     return {
         "device": default_device().device_kind,
-        "jax": jax.__version__,
+        "jax": f"jax {jax.__version__}",
         "dtype": engine.config.dtype,
         "implementation": engine.config.decode.implementation,
     }

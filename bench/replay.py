@@ -30,8 +30,8 @@ class Replay:
     """Repeats rounds of finished requests, one at a time, in a state of its own."""
 
     def __init__(self, engine: Engine, rounds_a_request: int) -> None:
-        switches = {"sampled": True, "ceiling": False, "controls": False, "logprobs": 0}
-        self._config = replace(engine.config, decode=replace(engine.config.decode, **switches))
+        switches = replace(engine.config.decode, sampled=True, ceiling=False)
+        self._config = replace(engine.config, decode=switches)
         self._params = engine.params
         self._state = decode.init_state(self._config, 1)
         self._most = rounds_a_request
@@ -68,7 +68,7 @@ class Replay:
                 np.int32(len(part)),
                 np.bool_(begin + chunk >= len(prompt)),
             )
-        state = state.replace(anchor=jnp.full_like(state.anchor, anchor))
+        state = replace(state, anchor=jnp.full_like(state.anchor, anchor))
         self._state, proposal = decode.draft_step(self._config, self._params, state)
         possible = _shared_mass(self._config, self._params, self._state, proposal)
         return possible[0, : int(proposal.length[0])].tolist()

@@ -28,14 +28,14 @@ def render(measurement: Measurement) -> str:
         measurement=measurement,
         runs=[(run, run.figures()) for run in measurement.runs],
         speedups=speedups(measurement.runs) if compared else [],
-        charts=_charts(measurement),
+        charts=[(title, _data_uri(svg)) for title, svg in draw(measurement).items()],
         with_error=with_error,
         latencies=charts.LATENCIES,
     )
 
 
-def _charts(measurement: Measurement) -> list[tuple[str, str]]:
-    """(title, data URI) of each chart that has something to show."""
+def draw(measurement: Measurement) -> dict[str, str]:
+    """Title and SVG of each chart that has something to show."""
     runs = measurement.runs
     drawn: dict[str, str | None] = {}
     if measurement.bench == "compare":
@@ -46,7 +46,7 @@ def _charts(measurement: Measurement) -> list[tuple[str, str]]:
     drawn["Throughput against concurrency"] = charts.throughput_chart(runs)
     drawn["Latency"] = charts.latency_chart(runs)
     drawn["Acceptance length by category"] = charts.category_chart(runs)
-    return [(title, _data_uri(svg)) for title, svg in drawn.items() if svg]
+    return {title: svg for title, svg in drawn.items() if svg}
 
 
 def _data_uri(svg: str) -> str:
@@ -62,8 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench report", description=main.__doc__)
     parser.add_argument("file", help="JSON of bench compare or bench speed")
     parser.add_argument("--html", metavar="FILE", help="default: the name of the JSON, with .html")
+    parser.add_argument("--charts", metavar="DIR", type=Path, help="also each chart as SVG")
     options = parser.parse_args(arguments)
+    measurement = read_measurement(options.file)
+    if options.charts:
+        options.charts.mkdir(parents=True, exist_ok=True)
+        for title, svg in draw(measurement).items():
+            name = title.split(":")[0].lower().replace(" ", "-")
+            (options.charts / f"{name}.svg").write_text(svg, encoding="utf-8")
     path = Path(options.html or Path(options.file).with_suffix(".html"))
-    path.write_text(render(read_measurement(options.file)), encoding="utf-8")
+    path.write_text(render(measurement), encoding="utf-8")
     tell(f"wrote {path}")
     return 0

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from bench.datasets import Conversation, read_conversations, select
-from bench.output import write_outputs
+from bench.output import check_outputs, write_outputs
 from bench.pairs import (
     EMBEDDED_DRAFT,
     NONE,
     add_model_flags,
     add_prompt_flags,
+    brings_draft,
     load_drafts,
     positive,
     short_name,
@@ -66,9 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError("name the prompts: --dataset FILE, or a folder of SPEED-Bench")
     if options.rounds_per_call > MAX_ROUNDS:
         raise ValueError(f"--rounds-per-call is at most {MAX_ROUNDS}: {options.rounds_per_call}")
+    check_outputs(options)
     chosen = select_prompts(options)
     generation = generation_of(options, options.rounds_per_call)
-    name = options.draft or (NONE if options.target else EMBEDDED_DRAFT)
+    name = options.draft or (EMBEDDED_DRAFT if brings_draft(options) else NONE)
     (loaded,) = load_drafts(options, [name], max(options.max_concurrency))
     engine = _settled(loaded, options)
     kept = fitting(engine, chosen, generation, options.drop_long)

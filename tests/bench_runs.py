@@ -30,11 +30,12 @@ def bench(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("bench.pairs.set_up_jax", list)
     monkeypatch.setenv("COLUMNS", "160")
 
-    def run(command, *arguments, json_file=True):
+    def run(command, *arguments):
         path = tmp_path / "measured.json"
         path.unlink(missing_ok=True)
-        extra = ("--json", str(path)) if json_file else ()
-        code = main([command, *map(str, arguments), *extra])
+        # all of a short cache is one compiled attention
+        short = () if "--max-length" in arguments else ("--max-length", "240")
+        code = main([command, *map(str, arguments), *short, "--json", str(path)])
         streams = capsys.readouterr()
         return code, streams.out, streams.err, json.loads(path.read_text()) if not code else None
 

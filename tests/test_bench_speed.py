@@ -99,7 +99,7 @@ def test_ignore_eos_and_plain_decoding(bench, tmp_path):  # noqa: F811
 
 
 def test_a_turn_without_room_is_left_out_and_counted(bench, tmp_path):  # noqa: F811
-    long = "import os\\n" * 2100
+    long = "import os\\n" * 150
     (tmp_path / "a.jsonl").write_text(f'{{"turns": ["x", "{long}"]}}\n{{"turns": ["{long}"]}}\n')
     arguments = (
         *("speed", "--dataset", tmp_path / "a.jsonl"),
@@ -126,7 +126,21 @@ def test_a_turn_without_room_is_left_out_and_counted(bench, tmp_path):  # noqa: 
         (("--dataset", EVAL / "mbpp.jsonl", "--temperature", -1), "temperature cannot be negative"),
         (("--dataset", EVAL / "mbpp.jsonl", "--rounds-per-call", 99), "at most 16"),
         (("--dataset", EVAL / "mbpp.jsonl", "--draft", "/no/such"), "/no/such"),
-        (("--dataset", EVAL / "mbpp.jsonl", "--target", "x", "--draft", "embedded"), "embedded"),
+        (("--dataset", EVAL / "mbpp.jsonl", "--target", "x", "--draft", "embedded"), "no draft"),
+        (("--dataset", EVAL / "mbpp.jsonl", "--html", "/no/such/x.html"), "folder does not exist"),
+        (
+            *(
+                (
+                    "--dataset",
+                    EVAL / "mbpp.jsonl",
+                    "--draft",
+                    "none",
+                    "--confidence-threshold",
+                    0.5,
+                ),
+            ),
+            "there is no draft",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(bench, arguments, words):  # noqa: F811
