@@ -33,16 +33,21 @@ MISFIT = "this draft does not fit this target"
 FAULT = "engine fault"
 
 
-def ceiling(records: Sequence[Record], temperature: float) -> dict[str, Any]:
-    """Possible and realised acceptance by position, and the verdict in words."""
+def ceiling(records: Sequence[Record], temperature: float, trained: bool = True) -> dict[str, Any]:
+    """Possible and realised acceptance by position, and the verdict in words.
+
+    Only a draft that was `trained` for its target can be told not to fit it.
+    """
     if temperature < GREEDY_TEMPERATURE:
         return {"verdict": GREEDY, "in_round": [], "clean": []}
     in_round = _positions(records, "possible_acceptance")
     clean = _positions(records, "clean_acceptance")
-    return {"verdict": _verdict(in_round, clean), "in_round": in_round, "clean": clean}
+    return {"verdict": _verdict(in_round, clean, trained), "in_round": in_round, "clean": clean}
 
 
-def _verdict(in_round: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]]) -> str:
+def _verdict(
+    in_round: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]], trained: bool
+) -> str:
     first = next((positions[0] for positions in (clean, in_round) if positions), None)
     if first is None:
         return UNKNOWN
@@ -55,7 +60,7 @@ def _verdict(in_round: Sequence[dict[str, Any]], clean: Sequence[dict[str, Any]]
         for entry in entries
         if entry["rounds"] >= LEAST_ROUNDS and abs(entry["errors_apart"]) > APART
     ]
-    if first["possible"] < LOW:
+    if trained and first["possible"] < LOW:
         found.append(f"{MISFIT}: its first position allows {first['possible']:.3f}")
     return "; ".join(found) or FITS
 

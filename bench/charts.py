@@ -10,11 +10,12 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from bench.ceiling import LEAST_ROUNDS
 from bench.records import Run
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+LEAST_DRAWN = 10  # rounds that a position needs to be drawn
 PERCENTILES = ("p50", "p90", "p99")
 LATENCIES = {
     "time_to_first_token": "time to first token",
@@ -24,20 +25,23 @@ LATENCIES = {
 
 
 def acceptance_chart(runs: Sequence[Run]) -> str | None:
-    """Possible (dashed) over realised acceptance by position; realised alone where not tested.
+    """Possible and realised acceptance by position; realised alone where not tested.
 
     Positions that too few rounds reached are left out.
     """
     figure, axes = _axes(ylabel="acceptance of rounds that reached it", xlabel="drafted position")
     for run, colour in _coloured(run for run in runs if run.num_drafts):
         found = run.figures()
-        rows = found["ceiling"]["clean"] or found["ceiling"]["in_round"]
-        rows = [row for row in rows if row["rounds"] >= LEAST_ROUNDS]
+        rows, clean = (
+            [row for row in found["ceiling"][laws] if row["rounds"] >= LEAST_DRAWN]
+            for laws in ("in_round", "clean")
+        )
+        for style, positions in (("--", rows), (":", clean)):
+            x = [row["position"] for row in positions]
+            axes.plot(x, [row["possible"] for row in positions], style, color=colour)
         if rows:
-            x = [row["position"] for row in rows]
-            axes.plot(x, [row["possible"] for row in rows], "--", color=colour, marker="_")
             axes.errorbar(
-                x,
+                [row["position"] for row in rows],
                 [row["realised"] for row in rows],
                 yerr=[3 * row["standard_error"] for row in rows],
                 color=colour,
@@ -49,7 +53,12 @@ def acceptance_chart(runs: Sequence[Run]) -> str | None:
             x = list(range(1, len(rates) + 1))
             axes.plot(x, rates, color=colour, marker="o", label=run.name)
     axes.set_ylim(0, 1.02)
-    axes.set_title("dashed: possible · solid: realised, ± 3 standard errors", fontsize=9)
+    if any(run.records and run.records[0].possible_acceptance for run in runs):
+        axes.set_title(
+            "possible in the round (dashed) and over a fresh prefill (dotted),"
+            " realised ± 3 standard errors",
+            fontsize=9,
+        )
     return _svg(figure, axes)
 
 
@@ -172,6 +181,8 @@ def _axes(xlabel: str, ylabel: str = "", height: float = 3.2) -> tuple[Figure, A
     axes = figure.subplots()
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
+    if ylabel:  # x counts something
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _plain(axes)
     return figure, axes
 

@@ -1,7 +1,8 @@
 """Drafts of one target side by side, on the same prompts: time, acceptance, ceiling and floor.
 
-Drafts take turns at every batch of prompts, in an order that rotates, so that a drift of the
-machine's speed cancels. Baseline of the speed-up is `none`, or the first draft without it.
+Only the first turn of a prompt is answered. Drafts take turns at every batch of prompts, in an
+order that rotates, so that a drift of the machine's speed cancels. Baseline of the speed-up is
+`none`, or the first draft without it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.ceiling import UNKNOWN
 from bench.datasets import Conversation
 from bench.figures import total_seconds
 from bench.output import check_outputs, write_outputs
@@ -137,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             probe_ceiling(entry, kept, generation, options.max_concurrency, options.replay_rounds)
     runs = [entry.run(generation, options.max_concurrency) for entry in entries]
     measurement = Measurement("compare", vars(options), environment(engines[0]), runs)
-    show(measurement)
     write_outputs(measurement, options)
+    show(measurement)
     return 0
 
 
@@ -233,12 +235,13 @@ def show(measurement: Measurement, console: Console | None = None) -> None:
     console.print(run_table(measurement.runs))
     console.print(position_table(measurement.runs))
     for run in measurement.runs:
-        if run.draft == NONE:
+        verdict = run.figures()["ceiling"]["verdict"]
+        if run.draft == NONE or verdict == UNKNOWN:
             continue
         table = ceiling_table(run)
         if table:
             console.print(table)
-        console.print(f"{run.name}: {run.figures()['ceiling']['verdict']}", highlight=False)
+        console.print(f"{run.name}: {verdict}", highlight=False)
 
 
 def _prompts(options: argparse.Namespace) -> list[Conversation]:

@@ -57,7 +57,7 @@ def read_conversations(place: str | Path, subsets: Sequence[str] = ()) -> list[C
     found: list[Conversation] = []
     for subset, files in _subset_files(place, subsets):
         for file in files:
-            found += _read_file(file, subset)
+            found += _read_file(file, subset, len(found))
     return found
 
 
@@ -81,12 +81,13 @@ def _files(folder: Path) -> list[Path]:
     return next(filter(None, kinds), [])
 
 
-def _read_file(path: Path, subset: str) -> Iterator[Conversation]:
+def _read_file(path: Path, subset: str, first: int = 0) -> Iterator[Conversation]:
+    """The rows of a file; one without `question_id` is numbered from `first` on."""
     rows = _rows(path)
     if not rows:
         raise ValueError(f"{path} holds no prompt")
     for index, row in enumerate(rows):
-        yield _conversation(row, f"{path}, row {index}", index, subset)
+        yield _conversation(row, f"{path}, row {index}", first + index, subset)
 
 
 def _rows(path: Path) -> list[Any]:

@@ -12,7 +12,7 @@ from dspark_jax.engine import Engine
 from dspark_jax.generate import set_up_jax, tell
 from dspark_jax.loading import EMBEDDED, load
 
-NONE, NGRAM, EMBEDDED_DRAFT = "none", "ngram", "embedded"
+NONE, EMBEDDED_DRAFT = "none", "embedded"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,5 +116,5 @@ def variant(engine: Engine, **switches: Any) -> Engine:
         engine.stop_ids,
         max_batch=engine.max_batch,
         defaults=engine.defaults,
-        report=tell,
+        report=lambda line: None,  # a low acceptance stands in the tables
     )

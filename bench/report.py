@@ -40,7 +40,7 @@ def draw(measurement: Measurement) -> dict[str, str]:
     drawn: dict[str, str | None] = {}
     if measurement.bench == "compare":
         drawn["Speed-up"] = charts.speedup_chart(speedups(runs))
-    drawn["Acceptance by position: ceiling and floor"] = charts.acceptance_chart(runs)
+    drawn["Acceptance by position"] = charts.acceptance_chart(runs)
     drawn["Acceptance lengths"] = charts.histogram_chart(runs)
     drawn["Sweep"] = charts.sweep_chart(runs)
     drawn["Throughput against concurrency"] = charts.throughput_chart(runs)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.charts:
         options.charts.mkdir(parents=True, exist_ok=True)
         for title, svg in draw(measurement).items():
-            name = title.split(":")[0].lower().replace(" ", "-")
+            name = title.lower().replace(" ", "-")
             (options.charts / f"{name}.svg").write_text(svg, encoding="utf-8")
     path = Path(options.html or Path(options.file).with_suffix(".html"))
     path.write_text(render(measurement), encoding="utf-8")

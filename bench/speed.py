@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell(f"note: {len(chosen) - len(kept)} prompts above --max-length are left out")
     runs = [measure(engine, name, kept, generation, c) for c in options.max_concurrency]
     measurement = Measurement("speed", vars(options), environment(engine), runs)
-    show(measurement)
     write_outputs(measurement, options)
+    show(measurement)
     return 0
 
 

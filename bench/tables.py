@@ -73,7 +73,7 @@ def _milliseconds(found: dict[str, float] | None) -> str:
 
 def position_table(runs: Sequence[Run]) -> Table:
     """Rates by position: of the rounds that proposed it, and of those that reached it."""
-    table = Table(title="acceptance by position", box=SIMPLE_HEAD)
+    table = Table(title="acceptance by position", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("rate", no_wrap=True)
     every = [run.figures() for run in runs]

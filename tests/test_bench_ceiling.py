@@ -108,6 +108,7 @@ def test_a_draft_that_does_not_fit_is_no_fault():
     assert ceiling(made("low", rounds), 1.0)["verdict"] == (
         "this draft does not fit this target: its first position allows 0.100"
     )
+    assert ceiling(made("low", rounds), 1.0, trained=False)["verdict"] == verdicts.FITS
 
 
 def engine_with(taps=None, **options):
@@ -143,7 +144,6 @@ def test_the_embedded_pair_realises_its_ceiling_and_shifted_taps_lower_it():
         assert rows[0]["rounds"] > 40
         assert all(abs(row["errors_apart"]) < 3 for row in rows)
     shifted = held(engine_with(taps=(1, 3, 4), max_length=160), replayed=0)
-    print(possible_length(found["in_round"]), shifted, possible_length(shifted["in_round"]))
     assert "fault" not in shifted["verdict"]
     assert possible_length(shifted["in_round"]) < possible_length(found["in_round"]) - 0.1
 

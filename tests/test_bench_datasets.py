@@ -83,6 +83,11 @@ def test_jsonl_text_and_messages(tmp_path):
     assert found[1].category == "own"
     (tmp_path / "own.json").write_text(json.dumps(rows))
     assert read_conversations(tmp_path / "own.json") == found
+    (tmp_path / "set").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "set" / name).write_text(path.read_text())
+    ids = [one.question_id for one in read_conversations(tmp_path / "set")]
+    assert ids == [str(i) for i in range(6)]
     (tmp_path / "own.txt").write_text("one\n\ntwo\n")
     assert [one.turns for one in read_conversations(tmp_path / "own.txt")] == [("one",), ("two",)]
 
