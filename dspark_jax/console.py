@@ -77,6 +77,7 @@ class JsonPrinter:
 def describe(prompt: str, request: Request) -> dict[str, Any]:
     """A finished request as JSON; without rounds the acceptance length is null."""
     result = request.result()
+    asked = {} if result.logprobs is None else {"logprobs": result.logprobs}
     return {
         "prompt": prompt,
         "text": result.text,
@@ -89,6 +90,7 @@ def describe(prompt: str, request: Request) -> dict[str, Any]:
         "proposal_lengths": result.proposal_lengths,
         "seconds": result.seconds,
         "tokens_per_second": len(result.token_ids) / result.seconds,
+        **asked,
     }
 
 

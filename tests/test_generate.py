@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dspark_jax import console, generate
-from dspark_jax.generate import DEFAULT_PROMPT, gpu_notes, main
+from dspark_jax.arguments import DEFAULT_PROMPT
+from dspark_jax.generate import gpu_notes, main
 from dspark_jax.loading import EMBEDDED, load
 from dspark_jax.request import SamplingParams
 
@@ -130,6 +131,18 @@ def test_flags_reach_the_sampler(command):
     assert (stopped["finish_reason"], stopped["text"]) == ("stop", "    ")
 
 
+def test_controls_and_log_probabilities_reach_the_engine(command):
+    flags = ("--max-tokens", "6", "--json", "--logprobs", "2")
+    controls = ("--repetition-penalty", "1.5", "--logit-bias", "262=-100", "--min-tokens", "2")
+    line = json.loads(command(*flags)[1])
+    for token, place in zip(line["token_ids"], line["logprobs"], strict=True):
+        assert token == int(next(iter(place)))
+    assert all(len(place) in (2, 3) for place in line["logprobs"])
+    assert 262 in line["token_ids"]
+    other = json.loads(command(*flags, *controls)[1])
+    assert 262 not in other["token_ids"]
+
+
 def test_plain_decoding_gives_the_same_text(command):
     drafted = command("--max-tokens", "30")
     plain = command("--no-draft", "--max-tokens", "30")
@@ -137,17 +150,48 @@ def test_plain_decoding_gives_the_same_text(command):
     assert plain[2][-1].endswith("30 rounds, acceptance length 1.00")
 
 
+def with_template(place):
+    """The embedded target with a chat template."""
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+        "{{ 'think' if enable_thinking }}"
+    )
+    shutil.copytree(TARGET, place / "target")
+    (place / "target" / "chat_template.jinja").write_text(template)
+    return place / "target"
+
+
 def test_chat_puts_the_prompt_into_the_template(command, tmp_path):
-    shutil.copytree(TARGET, tmp_path / "target")
-    template = "<|im_start|>{{ messages[0].content }}<|im_end|>{{ 'think' if enable_thinking }}"
-    (tmp_path / "target" / "chat_template.jinja").write_text(template)
-    flags = ("--json", "--max-tokens", "2", "--target", str(tmp_path / "target"), "--no-draft")
+    folder = with_template(tmp_path)
+    flags = ("--json", "--max-tokens", "2", "--target", str(folder), "--no-draft")
     plain = json.loads(command(*flags, "--prompt", "<|im_start|>hi<|im_end|>")[1])
     quiet = json.loads(command(*flags, "--chat", "--prompt", "hi")[1])
     aloud = json.loads(command(*flags, "--chat", "--enable-thinking", "--prompt", "hi")[1])
     assert quiet["prompt"] == "hi"
     assert quiet["token_ids"] == plain["token_ids"]
     assert quiet["prompt_tokens"] == plain["prompt_tokens"] < aloud["prompt_tokens"]
+
+
+def test_messages_of_a_file_are_a_conversation(command, tmp_path):
+    folder = with_template(tmp_path)
+    messages = [
+        {"role": "user", "content": "import os"},
+        {"role": "assistant", "content": "import sys"},
+        {"role": "user", "content": "and re"},
+    ]
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([messages, messages[:1]]))
+    flags = ("--target", str(folder), "--no-draft", "--messages", str(file), "--max-tokens", "3")
+    code, out, _ = command(*flags, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [json.loads(line["prompt"]) for line in lines] == [messages, messages[:1]]
+    assert lines[0]["prompt_tokens"] > lines[1]["prompt_tokens"]
+    for wrong in ("{", "[]", '["text"]', '[{"role": "user"}]'):
+        file.write_text(wrong)
+        code, _, notes = command(*flags)
+        assert code == 2
+        assert "--messages" in notes[-1]
 
 
 def test_show_drafts_colours_tokens_by_origin(command, monkeypatch):
@@ -187,6 +231,12 @@ MISTAKES = [
     (("--no-draft", "--block-size", "7"), "block_size cannot be set: there is no draft"),
     (("--target-layer-ids", "1,3"), "2 taps"),
     (("--implementation", "pallas"), "compute capability 9.0"),
+    (("--logprobs", "2"), "--logprobs is written by --json only"),
+    (("--logprobs", "30", "--json"), "logprobs must be within 0 and 20"),
+    (("--logit-bias", "x=1"), "--logit-bias"),
+    (("--min-tokens", "500"), "min_tokens must be within 0 and max_tokens"),
+    (("--messages", "no/such.json"), "no/such.json"),
+    (("--messages", "x.json", "--prompt", "a"), "--messages brings its own prompts"),
 ]
 
 
