@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import block_attention, context_kv, qkv_write
+from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
 
 SAMPLED_HEADS = 6  # of a batch, whose attention is checked
 
@@ -220,6 +220,53 @@ def context_case(spec: context_kv.Spec, implementation: str, *, config: Any = No
     )
 
 
+def walk_case(spec: markov_walk.Spec, implementation: str, *, config: Any = None) -> Case:
+    """All slots of a block, with the noise drawn before or without any."""
+    shape = (spec.batch, spec.slots, spec.vocabulary)
+    options: dict[str, Any] = {} if config is None else {"config": config}
+    op = partial(markov_walk.markov_walk, implementation=implementation, **options)
+    function = jax.jit(op, donate_argnums=(0,))
+
+    def call(operands: Any) -> Any:
+        tokens, logits = function(*operands["operands"])
+        return {"operands": (logits, *operands["operands"][1:]), "tokens": tokens}
+
+    def check(before: Any, after: Any) -> float:
+        """Follow the tokens that were drawn: a slot's logits stand against float64."""
+        base, w1, w2, anchor, *_ = before["operands"]
+        head, tokens = np.asarray(w2, np.float64), np.asarray(after["tokens"])
+        worst = largest = 0.0
+        for b in range(min(spec.batch, 2)):
+            for slot in range(spec.slots):
+                previous = tokens[b, slot - 1] if slot else anchor[b]
+                row = np.asarray(w1[int(previous)], np.float64)
+                expected = np.asarray(base[b, slot], np.float64) + head @ row
+                actual = np.asarray(after["operands"][0][b, slot], np.float64)
+                worst = max(worst, float(np.abs(actual - expected).max()))
+                largest = max(largest, float(np.abs(expected).max()))
+        return worst / largest
+
+    def make() -> Any:
+        base = draw(*shape).astype(jnp.float32)
+        head = draw(spec.vocabulary, spec.rank), draw(spec.vocabulary, spec.rank) / spec.rank**0.5
+        anchor = jnp.arange(spec.batch, dtype=jnp.int32) + 7
+        if not spec.noise:
+            return {"operands": (base, *head, anchor)}
+        noise = jax.random.gumbel(jax.random.key(0), shape, jnp.float32)
+        return {"operands": (base, *head, anchor, noise, jnp.ones(spec.batch))}
+
+    streams = 3 if spec.noise else 2  # base in, logits out, noise in
+    return Case(
+        op="markov_walk",
+        shape=asdict(spec),
+        call=call,
+        draw=make,
+        check=check,
+        moved=spec.slots * spec.vocabulary * (2 * spec.rank + 4 * streams * spec.batch),
+        in_place=True,
+    )
+
+
 def uneven_starts(batch: int, total: int) -> np.ndarray:
     """Split `total` cached rows unevenly: one row has half of them, the rest share in steps."""
     weights = np.arange(1, batch, dtype=float)
@@ -244,3 +291,6 @@ def cases(ops: tuple[str, ...], implementations: tuple[str, ...]) -> Iterator[tu
         if "context_kv" in ops:
             for context_spec in context_kv.SPECS:
                 yield implementation, context_case(context_spec, implementation)
+        if "markov_walk" in ops:
+            for walk_spec in markov_walk.SPECS:
+                yield implementation, walk_case(walk_spec, implementation)

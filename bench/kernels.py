@@ -18,7 +18,7 @@ from bench.kernel_cases import Case, cases
 from bench.timing import Timing, measure, read_bandwidth, sets_needed
 from pallas_kernels.platform import default_device, runs_kernels
 
-OPS = ("block_attention", "qkv_write", "context_kv")
+OPS = ("block_attention", "qkv_write", "context_kv", "markov_walk")
 
 
 def operand_bytes(operands: Any) -> int:

@@ -12,10 +12,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.kernel_cases import Case, attention_case, context_case, qkv_case
+from bench.kernel_cases import Case, attention_case, context_case, qkv_case, walk_case
 from bench.kernels import OPS, operand_sets
 from bench.timing import measure
-from pallas_kernels import block_attention, context_kv, qkv_write
+from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
 from pallas_kernels.platform import default_device, resolve_implementation
 from pallas_kernels.tuning import device_file
 
@@ -43,6 +43,13 @@ def searches(op: str) -> Iterator[tuple[str, Any, Make, list[Any]]]:
             shape = (spec.batch, spec.rows, spec.heads, spec.head_dim)
             name = block_attention.shape_name(shape, spec.kv_heads)
             yield name, spec, attention_case, list(attention_configs(spec))
+        return
+    if op == "markov_walk":
+        for walk_spec in markov_walk.SPECS:
+            name = markov_walk.shape_name(walk_spec.batch, walk_spec.vocabulary, walk_spec.rank)
+            depths = (2, 3, 4, 6) if walk_spec.batch <= 8 else (1, 2, 3)
+            configs = [markov_walk.Config(stages=depth) for depth in depths]
+            yield name, walk_spec, walk_case, configs
         return
     make: Make = qkv_case if op == "qkv_write" else context_case
     specs: tuple[Any, ...] = qkv_write.SPECS if op == "qkv_write" else context_kv.SPECS

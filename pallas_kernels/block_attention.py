@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention_run import Problem, attend_runs
+from pallas_kernels.attention_cells import attend_runs
+from pallas_kernels.attention_run import Problem
 from pallas_kernels.platform import resolve_implementation
 from pallas_kernels.split import MAX_BATCH, fixed_runs, join_runs
 from pallas_kernels.tuning import tuned

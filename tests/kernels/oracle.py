@@ -120,3 +120,43 @@ def head_operands(
     operands: dict[str, Any] = {name: jnp.asarray(x, dtype) for name, x in drawn.items()}
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     return {**operands, "cos": cos, "sin": sin}
+
+
+def markov_walk(
+    base: Any, w1: Any, w2: Any, anchor: Any, noise: Any = None, scale: Any = None
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Tokens, corrected logits, and the least margin by which a token won."""
+    logits, w1, w2 = exact(base).copy(), exact(w1), exact(w2)
+    batch, slots, _ = logits.shape
+    tokens, margin = np.zeros((batch, slots), int), np.inf
+    for b in range(batch):
+        previous = int(anchor[b])
+        for slot in range(slots):
+            logits[b, slot] += w2 @ w1[previous]
+            score = logits[b, slot]
+            if noise is not None:
+                score = score * float(scale[b]) + exact(noise[b, slot])
+            tokens[b, slot] = previous = int(score.argmax())
+            second, first = np.sort(score)[-2:]
+            margin = min(margin, float(first - second))
+    return tokens, logits, margin
+
+
+def walk_operands(
+    rng: np.random.Generator,
+    shape: tuple[int, int, int],
+    rank: int,
+    *,
+    noise: bool,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[Any, ...]:
+    """Draw base logits, both matrices and the anchor; with noise also Gumbel noise and scales."""
+    batch, _, vocabulary = shape
+    base = jnp.asarray(2 * rng.standard_normal(shape), jnp.float32)
+    w1 = jnp.asarray(rng.standard_normal((vocabulary, rank)), dtype)
+    w2 = jnp.asarray(rng.standard_normal((vocabulary, rank)) / rank**0.5, dtype)
+    anchor = jnp.asarray(rng.integers(vocabulary, size=batch), jnp.int32)
+    if not noise:
+        return base, w1, w2, anchor
+    gumbel = jnp.asarray(rng.gumbel(size=shape), jnp.float32)
+    return base, w1, w2, anchor, gumbel, jnp.asarray(rng.uniform(0.5, 2, batch), jnp.float32)

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_attention, context_kv, qkv_write
+from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
 
 
 class Case(NamedTuple):
     name: str
     function: Callable[..., Any]  # of the operands, through the kernel
     operands: tuple[Any, ...]
-    cache: tuple[int, ...]
-    donated: tuple[int, ...]  # which operands are caches
+    kept: tuple[int, ...]  # shape of what is written in place, or read
+    donated: tuple[int, ...]  # which operands are written in place
     calls: int  # kernels a call
 
 
@@ -67,7 +67,19 @@ def _context(spec: context_kv.Spec) -> Case:
     return Case(str(spec), function, operands, cache, (4, 5), 1)
 
 
+def _walk(spec: markov_walk.Spec) -> Case:
+    logits = (spec.batch, spec.slots, spec.vocabulary)
+    base, head = _shape(*logits, dtype=jnp.float32), _shape(spec.vocabulary, spec.rank)
+    operands = (base, head, head, _shape(spec.batch, dtype=jnp.int32))
+    if spec.noise:
+        operands = (*operands, base, _shape(spec.batch, dtype=jnp.float32))
+    config = markov_walk.choose_config(spec.batch, spec.vocabulary, spec.rank)
+    function = partial(markov_walk.markov_walk_kernel, config=config)
+    return Case(str(spec), function, operands, logits, (0,), spec.slots)
+
+
 def cases() -> Iterator[Case]:
     yield from map(_attention, block_attention.SPECS)
     yield from map(_qkv, qkv_write.SPECS)
     yield from map(_context, context_kv.SPECS)
+    yield from map(_walk, markov_walk.SPECS)

@@ -31,4 +31,4 @@ def test_compiles_for_an_h200(name, capfd):
     program, report = compile_with_report(capfd, case.function, *case.operands, donate=case.donated)
     assert kernel_calls(program) == case.calls
     assert spilled_bytes(report) == 0
-    assert copied_arrays(program, case.cache) == 0
+    assert copied_arrays(program, case.kept) == 0

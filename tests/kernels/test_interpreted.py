@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import block_attention, context_kv, qkv_write
+from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
 from tests.kernels import oracle
 
 pytestmark = pytest.mark.skipif(
@@ -91,3 +91,21 @@ def test_context_kv(rows, cache, group, norm):
     expected = oracle.context_kv(*operands)
     for written, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert oracle.relative_error(written, wanted) < ERROR
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "noise", "sizes"),
+    [
+        ((1, 3, 520), 64, False, (3, 2)),
+        ((3, 3, 328), 64, True, (5, 1)),
+        ((8, 2, 256), 128, True, (2, 2)),
+    ],
+)
+def test_markov_walk(shape, rank, noise, sizes):
+    rng = np.random.default_rng(shape[2])
+    operands = oracle.walk_operands(rng, shape, rank, noise=noise)
+    tokens, logits = markov_walk.markov_walk_kernel(*operands, config=markov_walk.Config(*sizes))
+    expected_tokens, expected, margin = oracle.markov_walk(*operands)
+    assert margin > 1e-4
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert oracle.relative_error(logits, expected) < 2e-6

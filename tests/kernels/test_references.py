@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.block_attention import block_attention, length_tiers
 from pallas_kernels.context_kv import context_kv
+from pallas_kernels.markov_walk import markov_walk
 from pallas_kernels.qkv_write import qkv_write
 from tests.kernels import oracle
 
@@ -73,6 +74,25 @@ def test_context_kv(dtype, norm):
         assert oracle.relative_error(written, wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("noise", [True, False])
+def test_markov_walk(dtype, noise):
+    rng = np.random.default_rng(3)
+    operands = oracle.walk_operands(rng, (3, 4, 101), 16, noise=noise, dtype=dtype)
+    tokens, logits = markov_walk(*operands)
+    expected_tokens, expected, margin = oracle.markov_walk(*operands)
+    assert margin > 1e-4  # no tie, so that rounding cannot turn a token
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert oracle.relative_error(logits, expected) < 2e-6  # products of bfloat16 add in float32
+
+
+def test_the_lowest_of_equal_tokens_is_taken():
+    base = jnp.zeros((1, 2, 8)).at[0, :, jnp.array([3, 5])].set(1.0)
+    zeros = jnp.zeros((8, 4))
+    tokens, _ = markov_walk(base, zeros, zeros, jnp.zeros(1, jnp.int32))
+    assert tokens.tolist() == [[3, 3]]
+
+
 def test_bad_shapes_are_named():
     q, cache = jnp.zeros((1, 2, 3, 8)), jnp.zeros((1, 4, 2, 8))
     start = jnp.zeros(1, jnp.int32)
@@ -85,5 +105,10 @@ def test_bad_shapes_are_named():
         qkv_write(jnp.zeros((1, 2, 32)), None, None, angle, angle, cache, cache, start)
     with pytest.raises(ValueError, match="both be given or both be None"):
         qkv_write(jnp.zeros((1, 2, 40)), angle, None, angle, angle, cache, cache, start)
+    base, head = jnp.zeros((1, 2, 8)), jnp.zeros((8, 4))
+    with pytest.raises(ValueError, match="do not fit logits"):
+        markov_walk(base, head, head[:7], start)
+    with pytest.raises(ValueError, match="noise and scale must both be given"):
+        markov_walk(base, head, head, start, base)
     with pytest.raises(ValueError, match="does not fit 1 key and 1 value caches"):
         context_kv(jnp.zeros((1, 2, 40)), None, angle, angle, [cache], [cache], start, start)
