@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{default_device().device_kind}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     for implementation, case in cases(tuple(options.op or OPS), implementations):
         shape = " ".join(f"{k}={v}" for k, v in case.shape.items())
-        if options.match and f"{options.match} " not in f"{shape} ":
+        if options.match and not any(f"{text} " in f"{shape} " for text in options.match):
             continue
         line = record(implementation, case, *take(case), bandwidth)
         if options.out:

@@ -58,11 +58,11 @@ def searches(op: str) -> Iterator[tuple[str, Any, Make, list[Any]]]:
         yield name, head_spec, make, list(head_configs(head_spec))
 
 
-def search(op: str, match: str | None, repeats: int) -> dict[str, dict[str, Any]]:
+def search(op: str, match: list[str] | None, repeats: int) -> dict[str, dict[str, Any]]:
     """Time every candidate on every spec; the lowest geometric mean wins its shape name."""
     times: dict[str, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, spec, make, configs in searches(op):
-        if match and match not in name:
+        if match and not any(text in name for text in match):
             continue
         sets = None
         for config in configs:
@@ -87,7 +87,9 @@ def search(op: str, match: str | None, repeats: int) -> dict[str, dict[str, Any]
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench tune", description=__doc__)
     parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
-    parser.add_argument("--match", help="only shapes whose name holds this text, as 'batch 1 '")
+    parser.add_argument(
+        "--match", action="append", help="only shapes whose name holds this text, as 'batch 1 '"
+    )
     parser.add_argument("--repeats", type=int, default=20, help="calls of each candidate")
     parser.add_argument("--out", type=Path, help="the table; by default this device's own")
     options = parser.parse_args(arguments)
