@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from bench.figures import clustered_error
+from dspark_jax import metrics
 from dspark_jax.config import GREEDY_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -34,15 +35,28 @@ FAULT = "engine fault"
 
 
 def ceiling(records: Sequence[Record], temperature: float, trained: bool = True) -> dict[str, Any]:
-    """Possible and realised acceptance by position, and the verdict in words.
+    """Possible and realised acceptance by position, the acceptance length that the laws of the
+    rounds allow, and the verdict in words.
 
     Only a draft that was `trained` for its target can be told not to fit it.
     """
     if temperature < GREEDY_TEMPERATURE:
-        return {"verdict": GREEDY, "in_round": [], "clean": []}
+        return {"verdict": GREEDY, "possible_length": None, "in_round": [], "clean": []}
     in_round = _positions(records, "possible_acceptance")
     clean = _positions(records, "clean_acceptance")
-    return {"verdict": _verdict(in_round, clean, trained), "in_round": in_round, "clean": clean}
+    return {
+        "verdict": _verdict(in_round, clean, trained),
+        "possible_length": _possible_length(in_round, metrics.rounds(records)),
+        "in_round": in_round,
+        "clean": clean,
+    }
+
+
+def _possible_length(rows: Sequence[dict[str, Any]], rounds: int) -> float | None:
+    """Tokens a round, bonus included: each draft that was reached counts with its chance."""
+    if not rows:
+        return None
+    return 1.0 + sum(row["rounds"] * row["possible"] for row in rows) / rounds
 
 
 def _verdict(

@@ -35,7 +35,7 @@ from bench.records import Measurement, Record, Run, environment
 from bench.replay import Replay
 from bench.serving import Generation, answer, fitting, warm_up
 from bench.speed import generation_of, select_prompts
-from bench.tables import ceiling_table, comparison_table, position_table, run_table
+from bench.tables import ceiling_table, comparison_table, position_table, run_table, verdict_line
 from dspark_jax.config import GREEDY_TEMPERATURE, DraftConfig
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
@@ -235,13 +235,12 @@ def show(measurement: Measurement, console: Console | None = None) -> None:
     console.print(run_table(measurement.runs))
     console.print(position_table(measurement.runs))
     for run in measurement.runs:
-        verdict = run.figures()["ceiling"]["verdict"]
-        if run.draft == NONE or verdict == UNKNOWN:
+        if run.draft == NONE or run.figures()["ceiling"]["verdict"] == UNKNOWN:
             continue
         table = ceiling_table(run)
         if table:
             console.print(table)
-        console.print(f"{run.name}: {verdict}", highlight=False)
+        console.print(verdict_line(run), highlight=False)
 
 
 def _prompts(options: argparse.Namespace) -> list[Conversation]:

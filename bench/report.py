@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from bench import charts
 from bench.compare import speedups
 from bench.records import Measurement, read_measurement
-from bench.tables import number, with_error
+from bench.tables import number, verdict_line, with_error
 from dspark_jax.generate import tell
 
 
@@ -30,6 +30,7 @@ def render(measurement: Measurement) -> str:
         speedups=speedups(measurement.runs) if compared else [],
         charts=[(title, _data_uri(svg)) for title, svg in draw(measurement).items()],
         with_error=with_error,
+        verdict_line=verdict_line,
         latencies=charts.LATENCIES,
     )
 

@@ -155,3 +155,11 @@ def ceiling_table(run: Run) -> Table | None:
                 number(row["errors_apart"], 1),
             )
     return table
+
+
+def verdict_line(run: Run) -> str:
+    """What a draft allows, and whether the engine realises it."""
+    found = run.figures()["ceiling"]
+    length = found["possible_length"]
+    allows = "" if length is None else f"allows {length:.2f} tokens a round; "
+    return f"{run.name}: {allows}{found['verdict']}"
