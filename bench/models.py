@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from dspark_jax.layers import abstract_params
 from dspark_jax.state import DecodeState, KVCache, Params
 from dspark_jax.target import Target
 
+Dtype = Literal["float32", "bfloat16"]
 VOCABULARY = 151936
 QWEN3 = LayersConfig(
     hidden_size=4096,
@@ -43,7 +44,7 @@ SIZES: dict[str, tuple[int, int, int, int, bool, tuple[int, ...]]] = {
 }
 
 
-def model_config(name: str, *, dtype: str = "bfloat16", **decoding: Any) -> ModelConfig:
+def model_config(name: str, *, dtype: Dtype = "bfloat16", **decoding: Any) -> ModelConfig:
     """A pair of the published shapes: a draft of 5 layers, block 7, vanilla head of rank 256."""
     width, mlp, depth, heads, tied, taps = SIZES[name]
     layers = replace(
@@ -112,7 +113,8 @@ def filled_state(config: ModelConfig, batch: int, cached: int) -> DecodeState:
     def fill(cache: KVCache) -> KVCache:
         return jax.tree.map(lambda x: _normal(next(keys), x.shape, x.dtype.name), cache)
 
-    return state.replace(
+    return replace(
+        state,
         target=fill(state.target),
         draft=fill(state.draft),
         cached=jnp.full((batch,), cached, jnp.int32),

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from bench.models import SIZES, filled_state, model_config, plain, random_params, tree_bytes
+from bench.models import SIZES, Dtype, filled_state, model_config, plain, random_params, tree_bytes
 from bench.timing import read_bandwidth
 from dspark_jax import decode
 from dspark_jax.cache import cache_bytes
@@ -42,15 +42,16 @@ def step_bytes(config: ModelConfig, params: Params, batch: int, cached: int) -> 
         target -= tree_bytes(params["target"]["embed_tokens"])
     rows = cache_bytes(config.target.layers, batch, cached, itemsize)
     found = {"plain_decode": target + rows, "verify_step": target + rows}
-    if config.draft:
+    draft_network = config.draft_network
+    if draft_network:
         weights = params["draft"]
         heads = weights.get("markov_head", {})
         w2 = tree_bytes(heads.get("markov_w2", {}))
         draft = tree_bytes(weights) - tree_bytes(heads.get("markov_w1", {})) - w2
         draft -= tree_bytes(weights.get("embed_tokens", {}))
-        if not config.draft.own_head:
-            draft += config.target.vocab_size * config.draft.layers.hidden_size * itemsize
-        rows = cache_bytes(config.draft.layers, batch, cached, itemsize)
+        if not draft_network.own_head:
+            draft += config.target.vocab_size * draft_network.layers.hidden_size * itemsize
+        rows = cache_bytes(draft_network.layers, batch, cached, itemsize)
         found["draft_step"] = draft + w2 * config.decode.num_drafts + rows
         found["round"] = found["draft_step"] + found["verify_step"]
     return found
@@ -147,7 +148,7 @@ def show(lines: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def pair(name: str, dtype: str | None, **decoding: Any) -> tuple[ModelConfig, Params]:
+def pair(name: str, dtype: Dtype | None, **decoding: Any) -> tuple[ModelConfig, Params]:
     """A random pair of published shapes, or the embedded one."""
     if name == "embedded":
         engine = load(dtype=dtype, max_length=decoding["max_length"], max_batch=1)

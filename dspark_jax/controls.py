@@ -8,6 +8,8 @@ Only the target's logits are adjusted: a draft may follow any law.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -51,7 +53,7 @@ def mark_prompt(
     size = controls.in_prompt.shape[1]
     places = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, size)
     marked = controls.in_prompt.at[slot, places].set(True, mode="drop")
-    return controls.replace(in_prompt=marked)
+    return replace(controls, in_prompt=marked)
 
 
 def count_generated(
@@ -62,7 +64,7 @@ def count_generated(
     size = controls.generated.shape[1]
     places = jnp.where(jnp.arange(width) < emitted[:, None], tokens, size)
     counted = controls.generated.at[jnp.arange(batch)[:, None], places].add(1, mode="drop")
-    return controls.replace(generated=counted)
+    return replace(controls, generated=counted)
 
 
 def adjust(

@@ -84,7 +84,8 @@ def admit(
         state.sampling,
         Sampling(row.temperature, row.top_p, row.top_k, row.min_p, row.seed),
     )
-    return state.replace(
+    return replace(
+        state,
         cached=state.cached.at[slot].set(0),
         anchor=state.anchor.at[slot].set(0),
         limit=state.limit.at[slot].set(row.prompt_length + row.max_tokens),
@@ -135,7 +136,8 @@ def prefill(
     cached = state.cached[slot] + count
     first, controls = _draw_first(config, logits, state, slot, tokens, count)
     stopped = is_stop(first[None, None], state.stop_ids[slot][None])[0, 0]
-    state = state.replace(
+    state = replace(
+        state,
         cached=state.cached.at[slot].set(cached),
         anchor=state.anchor.at[slot].set(first),
         done=state.done.at[slot].set(~last | stopped),
@@ -166,7 +168,7 @@ def _draw_first(
     first = draw_token(adjusted, row, position)
     # Chunks before the last draw too: what they draw is no output.
     generated = jnp.zeros_like(own.generated[0]).at[first].set(1)
-    return first, controls.replace(generated=controls.generated.at[slot].set(generated))
+    return first, replace(controls, generated=controls.generated.at[slot].set(generated))
 
 
 @entry
@@ -225,8 +227,8 @@ def decode_rounds(
     def step(carry: tuple[DecodeState, Rounds, Array]) -> tuple[DecodeState, Rounds, Array]:
         state, out, index = carry
         state, one = _decode_round(config, params, state)
-        one = Rounds(one.tokens, one.counts, one.logprobs, one.possible)
-        out = jax.tree.map(lambda all_rounds, x: all_rounds.at[:, index].set(x), out, one)
+        row = Rounds(one.tokens, one.counts, one.logprobs, one.possible)
+        out = jax.tree.map(lambda all_rounds, x: all_rounds.at[:, index].set(x), out, row)
         return state, out, index + 1
 
     state, out, _ = jax.lax.while_loop(unfinished, step, (state, empty, jnp.int32(0)))
@@ -256,8 +258,8 @@ def _draft_step(
     with jax.named_scope("dspark_propose"):
         waiting = state.cached - state.context_len
         own = drafter.absorb(config, params, state.draft, state.context, waiting, state.context_len)
-        own, proposal = drafter.propose(config, params, state.replace(draft=own))
-    return state.replace(draft=own), proposal
+        own, proposal = drafter.propose(config, params, replace(state, draft=own))
+    return replace(state, draft=own), proposal
 
 
 def _verify_step(
@@ -277,10 +279,10 @@ def _verify_step(
     with jax.named_scope("decode_sample"):
         output = verify(logits, proposal, state, config.decode)
         rows = ContextRows(tokens=tokens, features=tapped)
-        state = commit(state.replace(target=cache), output, rows)
+        state = commit(replace(state, target=cache), output, rows)
         if config.decode.controls:
             counted = count_generated(state.controls, output.tokens, output.counts[:, 0])
-            state = state.replace(controls=counted)
+            state = replace(state, controls=counted)
     return state, output
 
 
@@ -294,7 +296,8 @@ def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeS
     advance = jnp.minimum(emitted, state.limit - state.cached)
     places = jnp.maximum(emitted - 1, 0)[:, None]
     anchor = jnp.take_along_axis(output.tokens, places, axis=1)[:, 0]
-    return state.replace(
+    return replace(
+        state,
         cached=jnp.where(finished, state.cached, state.cached + advance),
         anchor=jnp.where(finished, state.anchor, anchor),
         done=output.counts[:, 3] > 0,

@@ -158,7 +158,7 @@ class Attention(nnx.Module):
         """Write the T rows at `start`, attend over everything up to them (`mask`: see the op)."""
         config = self.config
         batch, count, _ = x.shape
-        norms = (None, None)
+        norms: tuple[Any, Any] = (None, None)
         if config.qk_norm:
             norms = (self.q_norm.weight[...], self.k_norm.weight[...])
         q, k_cache, v_cache = qkv_write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,22 +23,23 @@ def row_settings(
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop tokens are above the limit of {MAX_STOP_IDS}")
     bias = dict(params.logit_bias or ())
-    return RowSettings(
-        prompt_length=np.int32(prompt_length),
-        max_tokens=np.int32(params.max_tokens),
-        temperature=np.float32(0.0 if params.greedy else params.temperature),
-        top_p=np.float32(params.top_p),
-        top_k=np.int32(min(params.top_k, np.iinfo(np.int32).max)),
-        min_p=np.float32(params.min_p),
-        seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        stop_ids=_padded(stop_ids, MAX_STOP_IDS, -1, np.int32),
-        min_tokens=np.int32(params.min_tokens),
-        repetition_penalty=np.float32(params.repetition_penalty),
-        presence_penalty=np.float32(params.presence_penalty),
-        frequency_penalty=np.float32(params.frequency_penalty),
-        bias_ids=_padded(list(bias), MAX_BIAS, -1, np.int32),
-        bias_values=_padded(list(bias.values()), MAX_BIAS, 0, np.float32),
-    )
+    settings: dict[str, Any] = {
+        "prompt_length": np.int32(prompt_length),
+        "max_tokens": np.int32(params.max_tokens),
+        "temperature": np.float32(0.0 if params.greedy else params.temperature),
+        "top_p": np.float32(params.top_p),
+        "top_k": np.int32(min(params.top_k, np.iinfo(np.int32).max)),
+        "min_p": np.float32(params.min_p),
+        "seed": np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        "stop_ids": _padded(stop_ids, MAX_STOP_IDS, -1, np.int32),
+        "min_tokens": np.int32(params.min_tokens),
+        "repetition_penalty": np.float32(params.repetition_penalty),
+        "presence_penalty": np.float32(params.presence_penalty),
+        "frequency_penalty": np.float32(params.frequency_penalty),
+        "bias_ids": _padded(list(bias), MAX_BIAS, -1, np.int32),
+        "bias_values": _padded(list(bias.values()), MAX_BIAS, 0, np.float32),
+    }
+    return RowSettings(**settings)
 
 
 def _padded(values: Sequence[float], size: int, fill: float, dtype: type[np.generic]) -> np.ndarray:
