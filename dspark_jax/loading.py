@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-from dspark_jax.shadow import refuse_shadows
-
-refuse_shadows("convert")  # before the imports below could run a stranger's file of that name
-
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
-from convert import apply, store
-from convert.hub import resolve_folder
-from convert.packaging import (
+# First of ours: it refuses a stranger's `convert` before anything could run it.
+from dspark_jax.checkpoints import (
+    EMBEDDED,
+    Checkpoint,
     DraftOverrides,
-    DraftSource,
-    TargetSource,
-    read_draft,
-    read_target,
-    share_with_target,
+    Dtype,
+    Place,
+    Progress,
+    open_checkpoint,
 )
-from convert.tokens import stop_token_ids
-from dspark_jax.config import (
-    DecodeConfig,
-    DraftConfig,
-    ModelConfig,
-    NgramConfig,
-    TargetConfig,
-)
+from dspark_jax.config import DecodeConfig, DraftConfig, ModelConfig, NgramConfig
 from dspark_jax.engine import Engine
 from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
 from dspark_jax.request import SamplingParams
-from dspark_jax.state import Params
 from dspark_jax.text import Tokenizer, open_tokenizer
 from pallas_kernels.platform import default_device, describe_device, resolve_implementation
 
-EMBEDDED = Path(__file__).parent / "demo"
+__all__ = ["EMBEDDED", "load", "ran_by"]
+
 CPU_CHUNK, CHUNK = 64, 512  # rows of one prefill call
-NGRAM = "ngram"  # the name of prompt lookup where a draft is named
 NGRAM_DRAFTS = 7  # drafts of prompt lookup a round, unless a number is asked for
 DRAFT_OPTIONS = (
     "ceiling",
@@ -51,23 +39,7 @@ DRAFT_OPTIONS = (
     "draft_truncation",
 )
 
-Dtype = Literal["float32", "bfloat16"]
-Place = str | Path
 Report = Callable[[str], None]
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Networks that were understood and not read yet."""
-
-    target: TargetConfig
-    draft: DraftConfig | NgramConfig | None
-    folder: Path  # tokenizer and generation settings
-    stop_ids: tuple[int, ...]
-    warnings: tuple[str, ...]
-    read: Callable[[Dtype, Progress | None], Params]
-    share: Callable[[], Checkpoint] | None = None  # compare the draft's copies with the target's
 
 
 def load(
@@ -127,7 +99,7 @@ def load(
     resolve_implementation(implementation, device)  # a kernel that cannot run is an error now
     taps = None if target_layer_ids is None else tuple(target_layer_ids)
     overrides = DraftOverrides(block_size, mask_token_id, sample_from_anchor, taps)
-    checkpoint = _open(target, draft, overrides)
+    checkpoint = open_checkpoint(target, draft, overrides)
     decode = DecodeConfig(
         max_length=min(max_length, checkpoint.target.max_length),
         prefill_chunk=prefill_chunk or (CPU_CHUNK if on_cpu else CHUNK),
@@ -204,90 +176,11 @@ def _tokenizer_stop(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return (tokenizer.eos_token_id,)
 
 
-def _open(
-    target: Place | None, draft: Place | Literal[False] | None, overrides: DraftOverrides
-) -> Checkpoint:
-    if draft == NGRAM:
-        _refuse_overrides(overrides, "prompt lookup has no file")
-        return replace(_open(target, False, overrides), draft=NgramConfig())
-    if target is None:
-        if draft:
-            raise ValueError(f"the draft {draft} has no target; name its target too")
-        folders = (EMBEDDED / "target", None if draft is False else EMBEDDED / "draft")
-        return _open_folders(*folders, overrides)
-    folder = resolve_folder(target)
-    if not store.is_store(folder):
-        return _open_folders(folder, resolve_folder(draft) if draft else None, overrides)
-    if draft:
-        raise ValueError(
-            f"{target} is a converted store and brings its own draft; leave {draft} out"
-        )
-    _refuse_overrides(overrides, f"{target} is a converted store, where they are settled")
-    return _open_store(folder, draft is not False)
-
-
-def _open_folders(target: Path, draft: Path | None, overrides: DraftOverrides) -> Checkpoint:
-    source = read_target(target)
-    if draft is None:
-        _refuse_overrides(overrides, "there is no draft")
-        return _pair(source, None)
-    unshared = read_draft(draft, source, overrides)
-    return replace(
-        _pair(source, unshared), share=lambda: _pair(source, share_with_target(unshared, source))
-    )
-
-
-def _refuse_overrides(overrides: DraftOverrides, reason: str) -> None:
-    given = [
-        field.name for field in fields(overrides) if getattr(overrides, field.name) is not None
-    ]
-    if given:
-        raise ValueError(f"{', '.join(given)} cannot be set: {reason}; leave it out")
-
-
-def _pair(target: TargetSource, draft: DraftSource | None) -> Checkpoint:
-    def read(dtype: Dtype, progress: Progress | None) -> Params:
-        sizes = [apply.param_bytes(source, dtype) for source in (target, draft) if source]
-
-        def advance(before: int) -> Progress | None:
-            return progress and (lambda done, _: progress(before + done, sum(sizes)))
-
-        params = {"target": apply.load_target_params(target, dtype, advance(0))}
-        if draft:
-            params["draft"] = apply.load_draft_params(draft, dtype, advance(sizes[0]))
-        return params
-
-    return Checkpoint(
-        target=target.config,
-        draft=draft.config if draft else None,
-        folder=target.folder,
-        stop_ids=stop_token_ids(target.folder),
-        warnings=target.warnings + (draft.warnings if draft else ()),
-        read=read,
-    )
-
-
 def _borrowing(draft: DraftConfig | NgramConfig | None) -> DraftConfig | NgramConfig | None:
     """The draft as it is where its embedding and head turn out to be the target's."""
     if not isinstance(draft, DraftConfig):
         return draft
     return replace(draft, own_embedding=False, own_head=draft.reduced_vocabulary)
-
-
-def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
-    header = store.read_store(folder)
-
-    def read(dtype: Dtype, progress: Progress | None) -> Params:
-        return store.restore(folder, dtype=dtype, draft=with_draft)[0]
-
-    return Checkpoint(
-        target=header.target,
-        draft=header.draft if with_draft else None,
-        folder=folder,
-        stop_ids=header.stop_token_ids,
-        warnings=(),
-        read=read,
-    )
 
 
 def _num_drafts(draft: DraftConfig | NgramConfig | None, asked: int | None) -> int:

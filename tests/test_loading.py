@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from convert import store
-from dspark_jax import SamplingParams, load, loading, metrics
+from dspark_jax import SamplingParams, checkpoints, load, loading, metrics
 from dspark_jax.loading import EMBEDDED
 from dspark_jax.metrics import RoundRecord
 
@@ -231,7 +231,7 @@ def test_a_threshold_without_a_confidence_head_is_refused():
 
 def test_too_little_memory_is_told_before_any_weight_is_read(monkeypatch):
     monkeypatch.setattr(loading, "free_memory", lambda device: 150_000_000)
-    monkeypatch.setattr(loading.apply, "load_target_params", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr(checkpoints.apply, "load_target_params", lambda *_: pytest.fail("was read"))
     with pytest.raises(ValueError, match=r"free; max_length \d+ is the largest that fits"):
         load(max_batch=8)
 
