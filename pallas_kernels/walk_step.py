@@ -139,10 +139,11 @@ def _gather(previous: Any, operands: Operands, scratch: Scratch, step: Step) -> 
 
 
 def _score_tile(
-    tile: Any, stage: Any, best: _Best, scale: Any, scratch: Scratch, step: Step
+    tile: Any, stage: Any, best: _Best, constants: Any, scratch: Scratch, step: Step
 ) -> tuple[Any, _Best]:
     """Correct a tile's logits; return them and the best so far, element by element."""
     layout, shape = plgpu.Layout.WGMMA_TRANSPOSED, (TILE, step.columns)
+    row, scale = constants
 
     def multiply(acc: Any) -> Any:
         plgpu.wgmma(acc, scratch.weights.at[stage], scratch.row.T)
@@ -154,13 +155,11 @@ def _score_tile(
     if step.noisy:
         spread = lax.broadcast_in_dim(scale, shape, [1])
         score = logits * spread + load(scratch.noise.at[stage].T, layout)
-    token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * TILE
+    token = row + (tile * TILE).astype(jnp.float32)
     score = jnp.where(token < step.shape[2], score, NEGATIVE)
     better = score > best.score
-    return logits, _Best(
-        jnp.where(better, score, best.score),
-        jnp.where(better, token.astype(jnp.float32), best.token),
-    )
+    score = jnp.where(better, score, best.score)
+    return logits, _Best(score, jnp.where(better, token, best.token))
 
 
 def _walk_tiles(cell: Any, operands: Operands, scratch: Scratch, step: Step) -> _Best:
@@ -185,13 +184,16 @@ def _walk_tiles(cell: Any, operands: Operands, scratch: Scratch, step: Step) -> 
         pl.when(i < count)(partial(fetch, jnp.int32(i)))
     _gather(_previous(operands, scratch, step, cell), operands, scratch, step)
     layout, shape = plgpu.Layout.WGMMA_TRANSPOSED, (TILE, step.columns)
+    # An iota made in a transposed layout gives two neighbouring rows the same number.
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    row = plgpu.layout_cast(row.astype(jnp.float32), layout)
     scale = load(operands.scale, layout.reduce(0)) if step.noisy else None
 
     def body(i: Any, best: _Best) -> _Best:
         stage, tile = lax.rem(i, stages), cell + i * cells
         plgpu.barrier_wait(scratch.weights_ready.at[stage])
         plgpu.barrier_wait(scratch.base_ready.at[stage])
-        logits, best = _score_tile(tile, stage, best, scale, scratch, step)
+        logits, best = _score_tile(tile, stage, best, (row, scale), scratch, step)
         out = scratch.out.at[lax.rem(i, 2)]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         out.T[...] = logits
