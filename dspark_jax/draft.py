@@ -186,7 +186,16 @@ def propose(
         choose = _greedy_choice
     markov = draft.markov_head if draft.config.markov != "none" else None
     with jax.named_scope("markov_walk"):
-        tokens, laws, _ = walk(markov, base, hidden, state.anchor, support, places, choose)
+        tokens, laws, _ = walk(
+            markov,
+            base,
+            hidden,
+            state.anchor,
+            support,
+            places,
+            choose,
+            None if decode.sampled or ids is not None else decode.implementation,
+        )
     if ids is not None and decode.sampled:
         laws = scatter_law(laws, ids, draft.config.vocab_size)
     previous = jnp.concatenate([state.anchor[:, None], tokens[:, :-1]], axis=1)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DraftConfig
 from dspark_jax.layers import Embedding, Linear, matmul_precision, project
+from pallas_kernels.markov_walk import markov_walk
 
 Choose = Callable[[Any, Array], tuple[Array, Array]]  # (slot, logits) -> (place, law)
 
@@ -73,14 +74,21 @@ def walk(
     support: Callable[[Array, Array], Array],
     places: Int[Array, "B P M"] | None,
     choose: Choose,
+    greedy: str | None = None,
 ) -> tuple[Int[Array, "B P"], Float[Array, "B P M"], Float[Array, "B P M"]]:
     """Scan the block left to right: correct the base logits by the previous token, then choose.
 
     `places` are the draft ids that the M columns stand for (None: all, in order);
     `support(slot, place)` maps a chosen column to the target id that the next slot sees.
-    Returns target ids, the law `choose` published for each slot, and the corrected logits.
+    `greedy` names the implementation of the op that walks a whole vocabulary greedily under a
+    vanilla head, in the place of `choose`. Returns target ids, the law `choose` published for each
+    slot, and the corrected logits.
     """
     batch, count, _ = base.shape
+    if greedy is not None and head is not None and head.kind == "vanilla":
+        weights = (head.markov_w1.weight[...], head.markov_w2.weight[...])
+        tokens, logits = markov_walk(base, *weights, anchor, implementation=greedy)
+        return tokens, jnp.zeros((batch, count, 0), jnp.float32), logits
 
     def step(carry: tuple[Array, Array], slot: Array) -> tuple[Any, Any]:
         previous, state = carry

@@ -79,7 +79,9 @@ def markov_walk_reference(
         score = logits
         if noise is not None and scale is not None:
             score = logits * scale[:, None] + noise[:, slot]
-        token = jnp.argmax(score, axis=-1).astype(jnp.int32)
+        best = score.max(axis=-1, keepdims=True)  # two plain reductions: a CPU vectorises them
+        ids = jnp.arange(score.shape[-1], dtype=jnp.int32)
+        token = jnp.where(score == best, ids, ids[-1]).min(axis=-1)
         return token, (token, logits)
 
     _, (tokens, logits) = lax.scan(step, anchor, jnp.arange(base.shape[1]))
