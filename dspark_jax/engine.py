@@ -164,8 +164,10 @@ class Engine:
         self, turn: Sequence[Request], scheduler: Scheduler, rounds: int
     ) -> Iterator[None]:
         tier = Tier.of(turn, self.max_batch)
-        self._programs.compile_missing(tier)
+        new = self._programs.compile_missing(tier)
         state = self._take_state(tier)
+        if new:
+            state = _all_done(self._programs.warm_up(tier, state))
         first = []
         for slot, request in enumerate(turn):
             request.start()
@@ -180,8 +182,7 @@ class Engine:
                 _take_rounds(request, slot, out)
             yield
         # a row that met a stop string still runs on the device
-        state = replace(state, done=jnp.ones_like(state.done))
-        self._kept = (tier.batch, tier.controls), state
+        self._kept = (tier.batch, tier.controls), _all_done(state)
 
     def _take_state(self, tier: Tier) -> DecodeState:
         """The state of the turn before where it has the size; else a new one in its place.
@@ -244,6 +245,10 @@ class Engine:
                 f"{purpose} needs a tokenizer, and the checkpoint has none; give token ids"
             )
         return self.tokenizer
+
+
+def _all_done(state: DecodeState) -> DecodeState:
+    return replace(state, done=jnp.ones_like(state.done))
 
 
 def _take_first(request: Request, first: FirstToken) -> None:

@@ -70,8 +70,8 @@ class Programs:
         self._params = params
         self._compiled: dict[tuple[str, Tier], Callable[..., Any]] = {}
 
-    def compile_missing(self, tier: Tier) -> None:
-        """Trace and compile the entry points of a tier that were not compiled before."""
+    def compile_missing(self, tier: Tier) -> bool:
+        """Trace and compile what a tier needs and was not compiled before; False: nothing was."""
         state = jax.eval_shape(partial(decode.init_state, tier.configure(self.config), tier.batch))
         slot, chunk = np.int32(0), np.zeros(self.config.decode.prefill_chunk, np.int32)
         row = _row(Request([], SamplingParams(), 0, (), TextStream(None)))
@@ -88,6 +88,16 @@ class Programs:
         with ThreadPoolExecutor(len(inputs)) as pool:  # XLA compiles outside the interpreter's lock
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._compiled |= zip(missing, compiled, strict=True)
+        return bool(missing)
+
+    def warm_up(self, tier: Tier, state: DecodeState) -> DecodeState:
+        """Run each entry point once: a first run loads code and touches memory.
+
+        Leaves garbage rows and a slot that is still running.
+        """
+        request = Request([0], SamplingParams(max_tokens=1), 0, (), TextStream(None))
+        state, _ = self.admit(tier, state, 0, request)
+        return self.run_rounds(tier, state, 1)[0]
 
     def admit(
         self, tier: Tier, state: DecodeState, slot: int, request: Request

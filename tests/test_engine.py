@@ -218,7 +218,8 @@ def test_an_error_in_a_call_does_not_spoil_the_next_one(engine, monkeypatch):
 
 
 def test_seconds_leave_compilation_out(engine, monkeypatch):
-    monkeypatch.setattr(Programs, "compile_missing", lambda *_: time.sleep(1.0))
+    monkeypatch.setattr(Programs, "compile_missing", lambda *_: time.sleep(0.5) or True)
+    monkeypatch.setattr(Programs, "warm_up", lambda self, tier, state: time.sleep(0.5) or state)
     (result,) = engine.generate([[3]], SamplingParams(max_tokens=4))
     assert 0 < result.seconds < 1.0
 
