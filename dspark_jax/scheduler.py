@@ -92,7 +92,7 @@ class Request:
         self.acceptance_lengths.append(emitted)
         self.accepted_drafts.append(accepted)
         self.proposal_lengths.append(proposed)
-        self.possible_acceptance.append(list(possible))
+        self.possible_acceptance.append(list(possible[:proposed]))
         if done or self._ending == "stop":
             self._finish()
 

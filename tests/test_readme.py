@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from bench.__main__ import main as bench
 from dspark_jax import SamplingParams, load
 from dspark_jax.generate import build_parser
 
@@ -31,7 +32,7 @@ def test_the_set_up_commands_are_two_single_lines():
     first, second = (command.splitlines() for command in COMMANDS[:2])
     assert len(first) == len(second) == 1
     assert first[0].endswith(".venv/bin/python -m dspark_jax.generate")
-    assert second[0].endswith(".venv/bin/python -m pytest -q")
+    assert second[0].endswith(".venv/bin/python -m pytest -q -n 2")
 
 
 def test_the_defaults_in_the_table_are_the_parsers():
@@ -42,5 +43,12 @@ def test_the_defaults_in_the_table_are_the_parsers():
         assert str(defaults[name]) == stated[name]
     assert float(stated["confidence_threshold"]) == defaults["confidence_threshold"]
     assert float(stated["temperature"]) == SamplingParams().temperature
-    flags = set(re.findall(r"--[a-z][\w-]+", README)) - {"--check", "--out"}
-    assert flags <= set(build_parser()._option_string_actions)
+    flags = set(re.findall(r"--[a-z][\w-]+", re.sub(r"-m bench .*", "", README)))
+    assert flags - {"--check", "--out", "--draft"} <= set(build_parser()._option_string_actions)
+
+
+def test_the_bench_command_writes_its_report(monkeypatch, tmp_path):
+    (command,) = (line for block in COMMANDS for line in block.splitlines() if "-m bench" in line)
+    monkeypatch.chdir(tmp_path)
+    assert bench(command.split("-m bench ")[1].split()) == 0
+    assert "data:image/svg+xml" in (tmp_path / "report.html").read_text()
