@@ -128,8 +128,8 @@ def _in_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, "B 1 1"]) -> Bool
 
 
 def _in_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, "B 1 1"]) -> Bool[Array, "B T V"]:
-    """The ids that fewer than top_p of the mass is likelier than; of ties the last ones, as the
-    ascending sort of transformers leaves them."""
+    """The ids that fewer than top_p of the mass is likelier than; of ties the last ones, as a
+    stable ascending sort leaves them (transformers' own sort is not stable)."""
     law = jax.nn.softmax(logits, axis=-1)
     keys = jax.lax.bitcast_convert_type(law, jnp.uint32)  # no negative floats: already in order
     edge = _threshold(keys, law, top_p)
