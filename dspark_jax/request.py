@@ -17,6 +17,9 @@ Origin = Literal["draft", "corrected", "bonus", "target"]
 
 MAX_LOGPROBS = 20  # most likely tokens that can be reported beside each emitted one
 MAX_BIAS = 300  # entries of a logit bias
+# Within these a law in float32 neither overflows nor loses its last token.
+MAX_TEMPERATURE, LEAST_TOP_P, MAX_LOGIT_BIAS = 1000.0, 1e-6, 1000.0
+REPETITION_PENALTIES = (0.01, 100.0)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -26,6 +29,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _integer(name: str, value: Any) -> int:
     try:
+        _require(not isinstance(value, bool), f"{name} must be an integer, got {value}")
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
@@ -34,27 +38,60 @@ def _integer(name: str, value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
     _require(math.isfinite(number), f"{name} must be finite, got {number}")
     return number
+
+
+def _items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ValueError(f"{name} must be {kind}, got {values!r}") from None
+
+
+def _bias(given: Any) -> dict[int, float]:
+    try:
+        pairs = dict(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must map ids to numbers, got {given!r}") from None
+    bias = {
+        _integer("logit_bias", token): _number("logit_bias", value)
+        for token, value in pairs.items()
+    }
+    _require(len(bias) <= MAX_BIAS, f"logit_bias has {len(bias)} entries, at most {MAX_BIAS} fit")
+    _check_ids("logit_bias ids", tuple(bias))
+    for value in bias.values():
+        _require(
+            abs(value) <= MAX_LOGIT_BIAS,
+            f"logit_bias must be within -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}, got {value}",
+        )
+    return bias
+
+
+def _check_ids(name: str, ids: tuple[int, ...]) -> None:
+    _require(min(ids, default=0) >= 0, f"{name} cannot be negative: {min(ids, default=0)}")
+    _require(max(ids, default=0) < 2**31, f"{name} must be below 2**31: {max(ids, default=0)}")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is continued.
 
-    `max_tokens` counts output tokens. A `temperature` below 1e-5 is greedy. `top_p`, `top_k`
-    (0 = off) and `min_p` cut the law as transformers' logits warpers do, in the order top_k,
-    top_p, min_p after the temperature. `seed` (64 bits) is drawn and reported when None. `stop`
-    strings end the text and are removed from it; `stop_token_ids` add to the model's own stop
-    set, which `ignore_eos` drops. `logprobs=n` (0 to 20) reports the log-probability of each token
-    and of the n most likely ones under the model's own law, before anything below or above cuts it.
+    `max_tokens` counts output tokens. A `temperature` (at most 1000) below 1e-5 is greedy. `top_p`
+    (1e-6 to 1), `top_k` (0 = off) and `min_p` cut the law as transformers' logits warpers do, in
+    the order top_k, top_p, min_p after the temperature. `seed` (64 bits) is drawn and reported when
+    None. `stop` strings end the text and are removed from it; `stop_token_ids` add to the model's
+    own stop set, which `ignore_eos` drops. `logprobs=n` (0 to 20) reports the log-probability of
+    each token and of the n most likely ones under the model's own law, before anything below or
+    above cuts it.
 
-    `logit_bias` (id to addend, at most 300) and `min_tokens` (no stop token before) act on the
-    logits first; `repetition_penalty` divides or multiplies the logits of ids in the prompt and
-    the output (transformers); `presence_penalty` and `frequency_penalty` are subtracted for ids in
-    the output, once and per occurrence (OpenAI). All act as if tokens were decoded one by one.
+    `logit_bias` (id to addend, within -1000 and 1000, at most 300) and `min_tokens` (no stop token
+    before) act on the logits first; `repetition_penalty` (0.01 to 100) divides or multiplies the
+    logits of ids in the prompt and the output (transformers); `presence_penalty` and
+    `frequency_penalty` are subtracted for ids in the output, once and per occurrence (OpenAI). All
+    act as if tokens were decoded one by one.
 
     Raises ValueError for a value out of range.
     """
@@ -82,22 +119,38 @@ class SamplingParams:
             self._settle(name, _number(name, getattr(self, name)))
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
         _require(self.temperature >= 0, f"temperature cannot be negative: {self.temperature}")
-        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
+        _require(
+            self.temperature <= MAX_TEMPERATURE,
+            f"temperature must be at most {MAX_TEMPERATURE:g}, got {self.temperature}",
+        )
+        _require(
+            LEAST_TOP_P <= self.top_p <= 1,
+            f"top_p must be within {LEAST_TOP_P:g} and 1, got {self.top_p}",
+        )
         _require(self.top_k >= 0, f"top_k cannot be negative (0 is off), got {self.top_k}")
         _require(0 <= self.min_p <= 1, f"min_p must be within 0 and 1, got {self.min_p}")
         if self.seed is not None:
             self._settle("seed", _integer("seed", self.seed))
             _require(0 <= self.seed < 2**64, f"seed must be within 0 and 2**64 - 1: {self.seed}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        self._check_stops()
+        self._check_controls()
+
+    def _check_stops(self) -> None:
+        kind = "a string or a list of strings"
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, kind)
         _require(
             all(isinstance(s, str) and s for s in stop),
             f"stop must hold strings that are not empty, got {stop!r}",
         )
         self._settle("stop", stop)
-        ids = tuple(_integer("stop_token_ids", i) for i in self.stop_token_ids)
-        _require(min(ids, default=0) >= 0, f"stop_token_ids cannot be negative: {list(ids)}")
+        given = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        ids = tuple(_integer("stop_token_ids", i) for i in given)
+        _check_ids("stop_token_ids", ids)
         self._settle("stop_token_ids", ids)
-        self._check_controls()
+        _require(
+            isinstance(self.ignore_eos, bool),
+            f"ignore_eos must be True or False, got {self.ignore_eos!r}",
+        )
 
     def _check_controls(self) -> None:
         if self.logprobs is not None:
@@ -113,26 +166,17 @@ class SamplingParams:
         )
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
             self._settle(name, _number(name, getattr(self, name)))
+        low, high = REPETITION_PENALTIES
         _require(
-            self.repetition_penalty > 0,
-            f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}",
+            low <= self.repetition_penalty <= high,
+            f"repetition_penalty must be within {low:g} and {high:g} (1 is off), got"
+            f" {self.repetition_penalty}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, f"{name} must be within -2 and 2 (0 is off), got {value}")
         if self.logit_bias is not None:
-            bias = {
-                _integer("logit_bias", token): _number("logit_bias", value)
-                for token, value in dict(self.logit_bias).items()
-            }
-            _require(
-                len(bias) <= MAX_BIAS, f"logit_bias has {len(bias)} entries, at most {MAX_BIAS} fit"
-            )
-            _require(
-                min(bias, default=0) >= 0,
-                f"logit_bias ids cannot be negative: {min(bias, default=0)}",
-            )
-            self._settle("logit_bias", tuple(bias.items()))  # hashable
+            self._settle("logit_bias", tuple(_bias(self.logit_bias).items()))  # hashable
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

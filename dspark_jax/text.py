@@ -53,17 +53,19 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer of {self.folder} has no chat template; give a plain prompt instead"
             )
-        from jinja2 import TemplateError
-
+        opened = _open_with_transformers(self.folder)
         try:
-            return _open_with_transformers(self.folder).apply_chat_template(
+            return opened.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=True,
                 enable_thinking=enable_thinking,
             )
-        except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"the chat template refused the messages: {error}") from error
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ValueError(
+                f"the chat template of {self.folder} refused the messages:"
+                f" {type(error).__name__}: {error}"
+            ) from error
 
 
 def open_tokenizer(folder: Path) -> Tokenizer | None:
@@ -101,6 +103,8 @@ def _open_fast(folder: Path) -> Tokenizer:
     fast.no_padding()
     eos = _read_settings(folder).get("eos_token")
     name = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(name, str | None):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: eos_token {eos!r} is not a token")
     return Tokenizer(
         folder,
         lambda text, special: fast.encode(text, add_special_tokens=special).ids,

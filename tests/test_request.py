@@ -59,6 +59,17 @@ def test_greedy_below_the_threshold(temperature, greedy):
         ("stop", [3]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("top_p", 1e-46),
+        ("top_p", 1e-38),
+        ("stop", None),
+        ("stop", 3),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", None),
+        ("stop_token_ids", [99999999999]),
+        ("ignore_eos", "no"),
+        ("max_tokens", True),
         ("logprobs", -1),
         ("logprobs", 21),
         ("min_tokens", -1),
@@ -66,7 +77,14 @@ def test_greedy_below_the_threshold(temperature, greedy):
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: float("inf")}),
         ("logit_bias", dict.fromkeys(range(301), 1.0)),
+        ("logit_bias", {5: 1e38}),
+        ("logit_bias", {5: -1e39}),
+        ("logit_bias", {2**31: 1.0}),
+        ("logit_bias", 3),
+        ("logit_bias", [1, 2]),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-50),
+        ("repetition_penalty", 1e39),
         ("presence_penalty", 2.5),
         ("frequency_penalty", "much"),
     ],
@@ -74,6 +92,13 @@ def test_greedy_below_the_threshold(temperature, greedy):
 def test_a_value_out_of_range_is_named(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+def test_the_ends_of_the_ranges_are_legal():
+    for temperature in (1e-6, 1000):
+        for penalty in (0.01, 100):
+            SamplingParams(temperature=temperature, top_p=1e-6, repetition_penalty=penalty)
+    assert SamplingParams(logit_bias={5: -1000, 6: 1000}).logit_bias == ((5, -1000.0), (6, 1000.0))
 
 
 @pytest.mark.parametrize(
