@@ -6,6 +6,7 @@ the buffer that becomes the parameter, so the header is parsed here.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import stat
@@ -63,6 +64,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse_json(raw: bytes, label: str) -> dict[str, Any]:
     """Return the JSON object in `raw`; ValueError says what is wrong with `label`."""
+    if raw.startswith(codecs.BOM_UTF8):  # tokenizer libraries do not read such a file either
+        raise ValueError(f"{label}: starts with a byte-order mark: save it as UTF-8 without one")
     try:
         tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except _DuplicateKey as key:

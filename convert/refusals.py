@@ -137,8 +137,10 @@ def refused_keys(tree: dict[str, Any]) -> list[Refusal]:
     for section in SECTIONS:
         values = tree.get(section) if section else tree
         for key, value in (values if isinstance(values, dict) else {}).items():
-            neutral, reason = REFUSED_KEYS.get(key, ((value,), ""))
-            if value is not None and not any(value == n for n in neutral):
+            if value is None or key not in REFUSED_KEYS:
+                continue
+            neutral, reason = REFUSED_KEYS[key]
+            if not any(value == n for n in neutral):
                 path = f"{section}.{key}" if section else key
                 found.append(Refusal(f"{path} is {str(value)[:40]}", reason))
     return found

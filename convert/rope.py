@@ -6,7 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from convert.settings import FLAG, LENGTH, NONNEGATIVE, POSITIVE, SECTION, ConfigReading, Kind
+from convert.settings import (
+    FLAG,
+    LENGTH,
+    NONNEGATIVE,
+    POSITIVE,
+    SECTION,
+    ConfigReading,
+    Kind,
+    brief,
+)
 from dspark_jax.config import RopeConfig
 
 ORIGINAL = "original_max_position_embeddings"
@@ -83,6 +92,7 @@ class _Rope:
         before = len(reading.problems)
         theta = self.pick("rope_theta", POSITIVE)
         if theta is not None:
+            self.hold_flat_theta(theta)
             reading.record("rope_theta", theta, f"{reading.file}: {self.where}.rope_theta")
         else:
             theta = reading.layer("rope_theta", POSITIVE)
@@ -90,10 +100,19 @@ class _Rope:
             reading.problem("rope_theta is missing, flat and in rope_parameters: add it")
         return float(theta or 1.0)
 
+    def hold_flat_theta(self, theta: float) -> None:
+        path = self.reading.path("rope_theta")
+        flat = self.reading.lookup(path)
+        if flat is not None and (type(flat) not in (int, float) or flat != theta):
+            self.reading.problem(
+                f"{path} is {brief(flat)}, but {self.where}.rope_theta is {theta}: remove the"
+                " wrong one"
+            )
+
     def pick(self, name: str, kind: Kind) -> Any:
         value = self.values.get(name)
         if value is not None and not kind.holds(value):
-            self.reading.problem(f"{self.where}.{name} must be {kind.words}, got {value!r}")
+            self.reading.problem(f"{self.where}.{name} must be {kind.words}, got {brief(value)}")
             return None
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -84,10 +85,10 @@ class ConfigReading:
         path, value = hits[0]
         for other, second in hits[1:]:
             if second != value or type(second) is not type(value):
-                self.problem(f"{path} is {_short(value)}, but {other} is {_short(second)}")
+                self.problem(f"{path} is {brief(value)}, but {other} is {brief(second)}")
                 return None
         if not kind.holds(value):
-            self.problem(f"{path} must be {kind.words}, got {_short(value)}")
+            self.problem(f"{path} must be {kind.words}, got {brief(value)}")
             return None
         return self.record(name, value, f"{self.file}: {path}")
 
@@ -121,6 +122,9 @@ class ConfigReading:
         self.problems.append(f"{self.file}: {message}")
 
 
-def _short(value: Any) -> str:
+def brief(value: Any) -> str:
+    """Return a value in words short enough for a sentence."""
     text = repr(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{text}, which is not a finite number"
     return text if len(text) <= 60 else text[:57] + "..."

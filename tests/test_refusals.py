@@ -117,6 +117,30 @@ CASES: dict[str, tuple[Damage, str]] = {
     "no limit": (config("target", max_position_embeddings=REMOVED), "max_position_embeddings is m"),
     "no epsilon": (config("draft", rms_norm_eps=None), "rms_norm_eps is missing"),
     "gelu": (config("target", hidden_act="gelu"), "hidden_act is gelu: only silu"),
+    "no finite epsilon": (
+        config("target", rms_norm_eps=float("nan")),
+        "rms_norm_eps must be a positive number, got nan, which is not a finite number",
+    ),
+    "no finite theta": (
+        config("draft", rope_parameters={"rope_theta": float("nan")}),
+        "rope_theta must be a positive number, got nan, which is not a finite number",
+    ),
+    **{
+        f"{role} with a second rope base {value}": (
+            config(role, rope_theta=value),
+            f"rope_theta is {words}, but rope_parameters.rope_theta is 10000.0",
+        )
+        for role in ("target", "draft")
+        for value, words in (
+            (5.0, "5.0"),
+            (0, "0"),
+            (-5, "-5"),
+            ("x", "'x'"),
+            (True, "True"),
+            (1e300, "1e+300"),
+            (float("inf"), "inf, which is not a finite number"),
+        )
+    },
     # what is not implemented, by name
     "eagle": (config("draft", architectures=["LlamaForCausalLMEagle3"]), "EAGLE family"),
     "eagle tensors": (tensors("draft", put("midlayer.mlp.up_proj.weight", 4, 4)), "EAGLE-3 draft"),

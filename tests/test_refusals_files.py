@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Damage, str]] = {
     "config is a list": (rewrite("draft/config.json", b"[1]"), "must hold a JSON object"),
     "config is cut": (rewrite("draft/config.json", b'{"a": '), "not valid JSON"),
     "config is not text": (rewrite("target/config.json", b"\xff\xfe\x00"), "not valid JSON"),
+    "config with a byte-order mark": (
+        rewrite("draft/config.json", b"\xef\xbb\xbf{}"),
+        "config.json: starts with a byte-order mark: save it as UTF-8 without one",
+    ),
     "config nests for ever": (rewrite("draft/config.json", b"[" * 10**6), "nested too deeply"),
     "config key twice": (
         rewrite("draft/config.json", b'{"block_size": 5, "block_size": 7}'),
