@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import metrics
-from dspark_jax.config import ModelConfig
+from dspark_jax.config import ModelConfig, NgramConfig
 from dspark_jax.decode import init_state
 from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import Chunk, Result, SamplingParams
@@ -26,7 +26,10 @@ STREAM_ROUNDS = 1  # rounds between two chunks of a stream
 JUDGED_ROUNDS, LEAST_ACCEPTANCE = 50, 1.3  # a draft that fits accepts more over as many rounds
 LOW_ACCEPTANCE = (
     "the acceptance length over {rounds} rounds is {length:.2f}: this draft hardly helps this"
-    " target. Usual causes: thinking is on with a draft trained without it, the target is a base"
+    " target"
+)
+NETWORK_CAUSES = (
+    ". Usual causes: thinking is on with a draft trained without it, the target is a base"
     " model and the draft was trained on its instruct version (or the other way round), the wrong"
     " slot layout (sample_from_anchor), the wrong taps (target_layer_ids)"
 )
@@ -127,7 +130,9 @@ class Engine:
         if params is None or isinstance(params, SamplingParams):
             each = [params or self.defaults] * len(prompts)
         else:
-            each = list(params)
+            each = list(params) if isinstance(params, Sequence) else [params]
+            if not all(isinstance(one, SamplingParams) for one in each):
+                raise ValueError(f"params must be SamplingParams, one or one each, got {params!r}")
         if len(each) != len(prompts):
             raise ValueError(
                 f"got {len(each)} SamplingParams for {len(prompts)} prompts; give one or one each"
@@ -154,10 +159,15 @@ class Engine:
             self._busy = False
 
     def _judge(self, requests: Sequence[Request]) -> None:
-        """Say once that a draft does not fit its target: the text alone would not show it."""
+        """Say once that a draft does not fit its target: the text alone would not show it.
+
+        Proposals that a confidence threshold cuts are short on purpose, so they are not judged.
+        """
         rounds, length = metrics.rounds(requests), metrics.acceptance_length(requests)
-        if self._report and rounds >= JUDGED_ROUNDS and length and length < LEAST_ACCEPTANCE:
-            self._report(LOW_ACCEPTANCE.format(rounds=rounds, length=length))
+        judged = rounds >= JUDGED_ROUNDS and not self.config.decode.confidence_threshold
+        if self._report and judged and length and length < LEAST_ACCEPTANCE:
+            causes = "" if isinstance(self.config.draft, NgramConfig) else NETWORK_CAUSES
+            self._report(LOW_ACCEPTANCE.format(rounds=rounds, length=length) + causes)
             self._report = None
 
     def _serve_turn(
@@ -210,9 +220,14 @@ class Engine:
         if params.stop:
             self._tokenizer_for("stop strings")
         size = self.config.target.vocab_size
-        biased = max(dict(params.logit_bias or ()), default=0)
-        if biased >= size:
-            raise ValueError(f"logit_bias names id {biased}, outside the vocabulary of {size}")
+        for option, named in (
+            ("logit_bias", tuple(dict(params.logit_bias or ()))),
+            ("stop_token_ids", tuple(params.stop_token_ids)),
+        ):
+            if max(named, default=0) >= size:
+                raise ValueError(
+                    f"{option} names id {max(named)}, outside the vocabulary of {size}"
+                )
         return Request(
             prompt_ids=ids,
             params=params,

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from dspark_jax import metrics
+from dspark_jax.config import NgramConfig
 from dspark_jax.engine import Engine
+from dspark_jax.metrics import RoundRecord
 from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import SamplingParams
 from dspark_jax.text import open_tokenizer
@@ -68,6 +70,22 @@ def test_a_low_acceptance_is_told_once(engine):
     assert metrics.acceptance_length(results) < 1.3
     assert len(told) == 1
     assert "Usual causes" in told[0]
+
+
+def test_what_a_low_acceptance_is_blamed_on(monkeypatch):
+    low = RoundRecord([1] * 60, [2] * 60)
+    monkeypatch.setattr("dspark_jax.engine.Programs", lambda config, params: None)
+
+    def told(config):
+        lines = []
+        Engine(config, {}, report=lines.append)._judge([low])
+        return " ".join(lines)
+
+    assert "target_layer_ids" in told(CONFIG)
+    lookup = told(replace(CONFIG, draft=NgramConfig()))
+    assert "hardly helps this target" in lookup
+    assert not any(word in lookup for word in ("layout", "taps", "thinking"))
+    assert told(replace(CONFIG, decode=replace(CONFIG.decode, confidence_threshold=0.5))) == ""
 
 
 def test_prompts_in_turns_equal_their_solo_runs(engine):
@@ -179,6 +197,11 @@ def test_other_wrong_calls_are_named(engine):
         engine.generate([[1]], SamplingParams(max_tokens=4, stop="x"))
     with pytest.raises(ValueError, match="65 stop tokens are above the limit of 64"):
         engine.generate([[1]], SamplingParams(max_tokens=4, stop_token_ids=range(65)))
+    with pytest.raises(ValueError, match="stop_token_ids names id 17, outside the vocabulary"):
+        engine.generate([[1]], SamplingParams(max_tokens=4, stop_token_ids=[17]))
+    for wrong in ({"max_tokens": 3}, [None], 3):
+        with pytest.raises(ValueError, match="params must be SamplingParams"):
+            engine.generate([[1]], wrong)
     with pytest.raises(ValueError, match="chat needs a tokenizer"):
         engine.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="max_batch must be at least 1"):
