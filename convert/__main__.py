@@ -11,7 +11,7 @@ import jax
 from convert.apply import Progress, load_draft_params, load_target_params
 from convert.dialects import DraftOverrides
 from convert.doctor import Report, as_json, as_text, examine, stored_dtype
-from convert.flags import add_override_flags, overrides_of, positive
+from convert.flags import Parser, add_override_flags, overrides_of, positive
 from convert.hub import resolve_folder
 from convert.packaging import read_draft, read_target, share_with_target
 from convert.problems import CheckpointError
@@ -20,9 +20,9 @@ from convert.store import save
 REFUSED = 2
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m convert",
         description="Check Hugging Face checkpoints of a target and its draft, or convert them.",
         epilog="Exit code 0: the pair fits or was written; 2: refused, with the reason.",

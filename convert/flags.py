@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
 
 from convert.dialects import DraftOverrides
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that ends a wrong command line with one sentence instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
 def add_override_flags(parser: argparse.ArgumentParser) -> None:

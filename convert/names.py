@@ -219,10 +219,13 @@ def weights_words(tensors: Iterable[Tensor]) -> str:
     return files.pop() if len(files) == 1 else "the weight files"
 
 
-def check_tensors(plan: Plan, named: dict[str, Tensor], problems: list[str]) -> list[str]:
+def check_tensors(
+    plan: Plan, named: dict[str, Tensor], problems: list[str], *, padding: bool = True
+) -> list[str]:
     """Hold the tensors against the plan, both ways; return warnings on padded rows.
 
-    Missing, unknown and wrongly shaped tensors are problems, each with its file.
+    Missing, unknown and wrongly shaped tensors are problems, each with its file. Without
+    `padding` a vocabulary must have exactly the rows that the config names.
     """
     warnings = []
     expected = {piece.source: piece for entry in plan.values() for piece in entry.pieces}
@@ -240,13 +243,14 @@ def check_tensors(plan: Plan, named: dict[str, Tensor], problems: list[str]) -> 
                 + ("" if name in MAPS else "; quantised weights are not supported")
             )
         more = piece.padded and tensor.shape[1:] == piece.shape[1:] and bool(tensor.shape)
-        if more and tensor.shape[0] > piece.shape[0]:
+        if padding and more and tensor.shape[0] > piece.shape[0]:
             warnings.append(
                 f"{tensor}: {tensor.shape[0]} rows, of which the first {piece.shape[0]} are used"
             )
         elif tensor.shape != piece.shape:
             problems.append(
                 f"{tensor}: shape {list(tensor.shape)}, but the config asks for {list(piece.shape)}"
+                + (f"; set vocab_size to {tensor.shape[0]}" if more and not padding else "")
             )
     problems += [f"{named[name]}: unknown tensor" for name in named if name not in expected]
     return warnings

@@ -67,7 +67,7 @@ def read_target(folder: str | Path) -> TargetSource:
         opened.ignored.append(Ignored(HEAD, tied_head.file.name, reason))
     plan = target_plan(config)
     problems += opened.duplicates
-    problems += check_tensors(plan, named, problems)  # a target's vocabulary is never padded
+    check_tensors(plan, named, problems, padding=False)
     raise_problems(problems, opened.subject)
     described = opened.described(f"transformers ({model_type})", plan)
     return TargetSource(**described, config=config, tied_head=tied_head)

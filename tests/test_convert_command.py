@@ -79,7 +79,9 @@ def test_flags_that_make_no_sense_end_with_code_2(
     with pytest.raises(SystemExit) as caught:
         main([*pair, *flags])
     assert caught.value.code == 2
-    assert words in capsys.readouterr().err
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("python -m convert: ")
+    assert words in sentence
 
 
 def test_overrides_need_a_draft(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:

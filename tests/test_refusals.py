@@ -141,6 +141,10 @@ CASES: dict[str, tuple[Damage, str]] = {
             (float("inf"), "inf, which is not a finite number"),
         )
     },
+    "target with more rows than its vocabulary": (
+        config("target", vocab_size=63),
+        "shape [64, 32], but the config asks for [63, 32]; set vocab_size to 64",
+    ),
     # what is not implemented, by name
     "eagle": (config("draft", architectures=["LlamaForCausalLMEagle3"]), "EAGLE family"),
     "eagle tensors": (tensors("draft", put("midlayer.mlp.up_proj.weight", 4, 4)), "EAGLE-3 draft"),
