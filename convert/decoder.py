@@ -91,6 +91,7 @@ def read_layers(reading: ConfigReading, model_type: str, qk_norm: bool) -> Layer
     activation = reading.layer("hidden_act", WORD, "silu")
     if activation not in ("silu", None):
         reading.problem(f"hidden_act is {activation}: only silu is supported")
+    _hold_qk_norm(reading, qk_norm)
     qkv_bias, output_bias = _biases(reading, model_type)
     windows = _windows(reading, model_type, depth) if depth else ()
     if len(reading.problems) > before or rope is None:
@@ -114,6 +115,17 @@ def read_layers(reading: ConfigReading, model_type: str, qk_norm: bool) -> Layer
     except ValueError as error:
         reading.problem(str(error))
         return None
+
+
+def _hold_qk_norm(reading: ConfigReading, there: bool) -> None:
+    places = {"", reading.section, "dflash_config", "dspark_config"}
+    paths = [f"{place}.use_qk_norm" if place else "use_qk_norm" for place in sorted(places)]
+    named = reading.find("use_qk_norm", FLAG, *paths)
+    if named is not None and named is not there:
+        reading.problem(
+            f"use_qk_norm is {named}, but the tensor layers.0.self_attn.q_norm.weight"
+            f" {'is there' if there else 'is not part of this model'}"
+        )
 
 
 def _head_dim(reading: ConfigReading, model_type: str, hidden: int, heads: int) -> int:

@@ -111,11 +111,14 @@ def _check_depth(draft: DraftReading, depth: int, taps: int) -> None:
 def _draft_vocabulary(draft: DraftReading, target_rows: int) -> int:
     """Return the rows of the draft's head that are used; below the target's when reduced."""
     reading = draft.config
-    declared = reading.find("draft_vocab_size", SIZE)
+    declared = draft.anywhere("draft_vocab_size", SIZE)
     mapped = draft.shapes.get("d2t", ())
     head = draft.shapes.get("lm_head.weight", draft.shapes.get(W2, ()))
     rows = declared or next((shape[0] for shape in (mapped, head) if shape), target_rows)
-    named = reading.find("vocab_size", SIZE, reading.path("vocab_size"))
+    _hold_rows(draft, "draft_vocab_size", declared, ("lm_head.weight", W2), target_rows)
+    more = (reading.path("vocab_size"),) if reading.section else ()
+    named = draft.anywhere("vocab_size", SIZE, *more)
+    _hold_rows(draft, "vocab_size", named, (W1, "embed_tokens.weight"), target_rows)
     table = next((s[0] for n in (W1, "embed_tokens.weight") if (s := draft.shapes.get(n))), named)
     for count in {n for n in (named, table) if n is not None}:
         if not target_rows <= count <= target_rows + MOST_PADDING:
@@ -133,6 +136,18 @@ def _draft_vocabulary(draft: DraftReading, target_rows: int) -> int:
             " reduced vocabulary needs its map",
         )
     return rows
+
+
+def _hold_rows(
+    draft: DraftReading, key: str, declared: int | None, names: tuple[str, ...], target_rows: int
+) -> None:
+    """Refuse a vocabulary that is larger than a tensor which holds it, or than the target's."""
+    stored = {name: shape[0] for name in names if (shape := draft.shapes.get(name))}
+    for name, rows in (stored or {"the target": target_rows}).items():
+        if declared is not None and declared > rows:
+            draft.config.problem(
+                f"{key} is {declared}, but {name} has {rows} rows: set it to the rows there are"
+            )
 
 
 def _own(

@@ -12,7 +12,7 @@ from convert.headers import Tensor, read_headers, read_json
 from convert.names import Ignored, Plan, by_canonical_name, set_aside
 from convert.problems import CheckpointError, raise_problems
 from convert.refusals import KNOWN_KEYS, SECTIONS, refused_keys, refused_model, refused_tensors
-from convert.settings import ConfigReading, Setting
+from convert.settings import SECTION, ConfigReading, Setting
 from dspark_jax.config import DraftConfig, TargetConfig
 
 STORE_FILE = "dspark_store.json"
@@ -100,6 +100,9 @@ def open_folder(folder: str | Path, role: str) -> Opened:
     if "auto_map" in tree:
         warnings.append("auto_map names code to run; code from a checkpoint is never run")
     reading = ConfigReading(tree, problems)
+    for section in (*filter(None, SECTIONS), "speculators_config"):
+        reading.find(section, SECTION, section)
+        reading.settings.pop(section, None)
     return Opened(folder, subject, reading, names, named, duplicates, ignored, warnings)
 
 

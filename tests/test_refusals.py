@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "map that is short": (reduced({"d2t": D2T[:5]}), "d2t in model.safetensors: shape [5]"),
     "head with fewer rows than declared": (
         reduced({"d2t": D2T}, size=8),
-        "lm_head.weight in model",
+        "draft_vocab_size is 8, but lm_head.weight has 6 rows",
     ),
     "map of a whole vocabulary that moves": (
         tensors("draft", lambda held: held.update(d2t=np.eye(1, 64, dtype=np.int64)[0])),
@@ -145,6 +145,35 @@ CASES: dict[str, tuple[Damage, str]] = {
         config("target", vocab_size=63),
         "shape [64, 32], but the config asks for [63, 32]; set vocab_size to 64",
     ),
+    "head smaller than the draft vocabulary": (
+        config("draft", draft_vocab_size=1_000_000),
+        "draft_vocab_size is 1000000, but lm_head.weight has 64 rows",
+    ),
+    "borrowed head smaller than the draft vocabulary": (
+        dialect("z-lab", draft_vocab_size=65),
+        "draft_vocab_size is 65, but the target has 64 rows",
+    ),
+    "tables smaller than the vocabulary": (
+        config("draft", vocab_size=80),
+        "vocab_size is 80, but markov_head.markov_w1.weight has 64 rows",
+    ),
+    "borrowed embedding smaller than the vocabulary": (
+        dialect("z-lab", vocab_size=80),
+        "vocab_size is 80, but the target has 64 rows",
+    ),
+    **{
+        f"{role} with {key} {value}": (config(role, **{key: value}), f"{key} must be an object")
+        for role in ("target", "draft")
+        for key in ("dflash_config", "dspark_config", "transformer_layer_config")
+        for value in ("x", [])
+    },
+    **{
+        f"{role} without the q and k norms it has": (
+            config(role, use_qk_norm=False),
+            "use_qk_norm is False, but the tensor layers.0.self_attn.q_norm.weight is there",
+        )
+        for role in ("target", "draft")
+    },
     # what is not implemented, by name
     "eagle": (config("draft", architectures=["LlamaForCausalLMEagle3"]), "EAGLE family"),
     "eagle tensors": (tensors("draft", put("midlayer.mlp.up_proj.weight", 4, 4)), "EAGLE-3 draft"),
