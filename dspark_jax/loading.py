@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 # First of ours: it refuses a stranger's `convert` before anything could run it.
 from dspark_jax.checkpoints import (
@@ -37,6 +38,18 @@ DRAFT_OPTIONS = (
     "draft_sampling",
     "draft_top_k",
     "draft_truncation",
+)
+
+LOOKUP_IGNORES = ("draft_sampling", "draft_top_k", "draft_truncation")  # of DRAFT_OPTIONS
+# What each option of `load` must be, and those among them that may be None.
+INTEGERS = (
+    *("max_length", "max_batch", "draft_top_k", "num_speculative_tokens", "prefill_chunk"),
+    *("block_size", "mask_token_id"),
+)
+SWITCHES = ("draft_truncation", "use_generation_config", "ceiling", "sample_from_anchor")
+OPTIONAL = (
+    *("num_speculative_tokens", "prefill_chunk", "block_size", "mask_token_id"),
+    *("sample_from_anchor", "target_layer_ids"),
 )
 
 Report = Callable[[str], None]
@@ -92,8 +105,7 @@ def load(
     Raises ValueError (CheckpointError, DeviceMemoryError among them) with one sentence that names
     what is wrong, before any weight is read wherever it can be told from the configuration.
     """
-    if max_batch < 1:
-        raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+    _check_kinds(locals())
     device = default_device()
     on_cpu = device.platform == "cpu"
     resolve_implementation(implementation, device)  # a kernel that cannot run is an error now
@@ -102,7 +114,7 @@ def load(
     checkpoint = open_checkpoint(target, draft, overrides)
     decode = DecodeConfig(
         max_length=min(max_length, checkpoint.target.max_length),
-        prefill_chunk=prefill_chunk or (CPU_CHUNK if on_cpu else CHUNK),
+        prefill_chunk=(CPU_CHUNK if on_cpu else CHUNK) if prefill_chunk is None else prefill_chunk,
         num_drafts=_num_drafts(checkpoint.draft, num_speculative_tokens),
         confidence_threshold=confidence_threshold,
         rejection=rejection,
@@ -113,8 +125,10 @@ def load(
         ceiling=ceiling,
     )
     if checkpoint.draft is None:
-        _refuse_draft_options(decode)
-    kind = dtype or ("float32" if on_cpu else "bfloat16")
+        _refuse(decode, DRAFT_OPTIONS, "there is no draft")
+    if isinstance(checkpoint.draft, NgramConfig):
+        _refuse(decode, LOOKUP_IGNORES, "it does nothing for prompt lookup")
+    kind = ("float32" if on_cpu else "bfloat16") if dtype is None else dtype
     if implementation == "pallas" and kind != "bfloat16":
         raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
@@ -184,16 +198,61 @@ def _borrowing(draft: DraftConfig | NgramConfig | None) -> DraftConfig | NgramCo
 
 
 def _num_drafts(draft: DraftConfig | NgramConfig | None, asked: int | None) -> int:
-    """Drafts a round; without a draft the number asked for, which the configuration refuses."""
-    most = NGRAM_DRAFTS if isinstance(draft, NgramConfig) else draft.max_drafts if draft else 0
-    return most if asked is None else asked
+    """Drafts a round: the number asked for, or all that the draft was trained for."""
+    name = "num_speculative_tokens"
+    if draft is None:
+        if asked is not None:
+            raise ValueError(f"{name} is set, but there is no draft; leave it out")
+        return 0
+    if isinstance(draft, NgramConfig):
+        if asked is not None and asked < 1:
+            raise ValueError(f"{name} must be at least 1 for prompt lookup, got {asked}")
+        return NGRAM_DRAFTS if asked is None else asked
+    if asked is not None and not 1 <= asked <= draft.max_drafts:
+        raise ValueError(
+            f"{name} {asked} is not within 1 and the trained block's {draft.max_drafts}"
+        )
+    return draft.max_drafts if asked is None else asked
 
 
-def _refuse_draft_options(decode: DecodeConfig) -> None:
-    """Without a draft, an option that only a draft can follow is an error, not ignored."""
+def _refuse(decode: DecodeConfig, names: Sequence[str], reason: str) -> None:
+    """An option that a run without a draft network cannot follow is an error, not ignored."""
     for option in fields(DecodeConfig):
-        if option.name in DRAFT_OPTIONS and getattr(decode, option.name) != option.default:
-            raise ValueError(f"{option.name} is set, but there is no draft; leave it out")
+        if option.name in names and getattr(decode, option.name) != option.default:
+            raise ValueError(f"{option.name} is set, but {reason}; leave it out")
+
+
+def _check_kinds(options: Mapping[str, Any]) -> None:
+    """Name the first of the options of `load` that is of the wrong kind."""
+    for name, value in options.items():
+        if name in OPTIONAL and value is None:
+            continue
+        kind = None
+        if name in ("target", "draft"):
+            left_out = value is None or (name == "draft" and value is False)
+            if not left_out and not (isinstance(value, str | Path) and str(value)):
+                kind = "a folder or a hub repository id"
+        elif name in INTEGERS and not _is_number(value, Integral):
+            kind = "an integer"
+        elif name in SWITCHES and not isinstance(value, bool):
+            kind = "True or False"
+        elif name == "confidence_threshold" and not _is_number(value, Real):
+            kind = "a number"
+        elif name == "target_layer_ids" and not _are_integers(value):
+            kind = "a list of integers"
+        if kind:
+            raise ValueError(f"{name} must be {kind}, got {value!r}")
+    for name in ("max_batch", "prefill_chunk"):
+        if options[name] is not None and options[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {options[name]}")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, Iterable) and all(_is_number(one, Integral) for one in values)
 
 
 def _sampling_defaults(folder: Path, wanted: bool, tell: Report) -> SamplingParams:
