@@ -167,6 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--implementation", nargs="+", default=["auto"])
     parser.add_argument("--out", type=Path, help="append JSON Lines here")
     options = parser.parse_args(arguments)
+    if min(*options.batch, *options.cached) < 1:
+        raise ValueError("--batch and --cached must be positive")
     bandwidth = read_bandwidth() if default_device().platform == "gpu" else read_bandwidth(2**26)
     lines = []
     config, params = pair(options.model, options.dtype, max_length=max(options.cached) + 1024)

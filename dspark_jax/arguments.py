@@ -75,7 +75,13 @@ def build_parser() -> Parser:
     add("--implementation", choices=("auto", "pallas", "xla"), default="auto", help="of kernels")
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
-    add("--prompt-file", metavar="FILE", help="one prompt a line; - is standard input")
+    add(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="one prompt a line; - is standard input; may be repeated",
+    )
     add("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     add("--messages", metavar="FILE", help="a JSON list of chat messages, or a list of such lists")
     add(
@@ -136,6 +142,9 @@ def bias_entry(text: str) -> tuple[int, float]:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
     target, draft = arguments.target, arguments.draft
+    for name in ("target", "draft"):
+        if getattr(arguments, name) == "":
+            raise ValueError(f"--{name} is empty; name a folder or a hub id, or leave it out")
     if draft and not target and draft != "ngram":
         raise ValueError(f"--draft {draft} has no target; add --target")
     if draft and arguments.no_draft:
@@ -144,20 +153,25 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--target {target} needs --draft DIR, or --no-draft for plain decoding")
     if arguments.json and arguments.show_drafts:
         raise ValueError("--json and --show-drafts exclude each other; leave one out")
-    if arguments.messages and (arguments.prompt or arguments.prompt_file):
+    if arguments.messages is not None and (arguments.prompt or arguments.prompt_file):
         raise ValueError("--messages brings its own prompts; leave --prompt and --prompt-file out")
     if arguments.logprobs is not None and not arguments.json:
         raise ValueError("--logprobs is written by --json only; add it or leave both out")
     arguments.chat = arguments.chat or arguments.messages is not None
     if arguments.enable_thinking and not arguments.chat:
         raise ValueError("--enable-thinking does nothing without --chat; add it or leave both out")
-    if arguments.chat and target and Path(target).is_dir():
-        from dspark_jax.text import has_chat_template
+    if arguments.chat:
+        _check_template("--chat" if arguments.messages is None else "--messages", target)
 
-        if not has_chat_template(Path(target)):
-            raise ValueError(
-                f"--chat: the tokenizer of {target} has no chat template; leave it out"
-            )
+
+def _check_template(flag: str, target: str | None) -> None:
+    """Refuse a chat before weights are read, where the target is on this machine."""
+    from dspark_jax.text import has_chat_template
+
+    folder = Path(target) if target else Path(__file__).parent / "demo" / "target"
+    if folder.is_dir() and not has_chat_template(folder):
+        name = target or "the embedded pair"
+        raise ValueError(f"{flag}: the tokenizer of {name} has no chat template; leave it out")
 
 
 def _is_store(target: str) -> bool:
@@ -173,15 +187,10 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt, then the lines of --prompt-file; else the default prompt."""
+    """The prompts of --prompt, then the lines of each --prompt-file; else the default prompt."""
     prompts = list(arguments.prompt)
-    name = arguments.prompt_file
-    if name is not None:
-        try:
-            text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--prompt-file {name} is not UTF-8: {error}") from None
-        lines = [line for line in text.split("\n") if line.strip()]
+    for name in arguments.prompt_file:
+        lines = [line for line in _read("--prompt-file", name).split("\n") if line.strip()]
         if not lines:
             raise ValueError(f"--prompt-file {name} holds no prompt; write one a line")
         prompts += lines
@@ -192,18 +201,37 @@ def read_messages(name: str | None) -> list[list[dict[str, Any]]]:
     """The conversations of --messages; none without the flag."""
     if name is None:
         return []
+    text = _read("--messages", name)
     try:
-        found = json.loads(Path(name).read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--messages {name} is not JSON: {error}") from None
-    conversations = found if found and isinstance(found[0], list) else [found]
-    for messages in conversations:
-        fit = isinstance(messages, list) and messages
-        if not fit or not all(
-            isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages
-        ):
-            raise ValueError(
-                f"--messages {name} must hold a list of messages with role and content each, or a"
-                " list of such lists"
-            )
+    several = isinstance(found, list) and found and isinstance(found[0], list)
+    conversations = found if several else [found]
+    if not all(map(_is_conversation, conversations)):
+        raise ValueError(
+            f"--messages {name} must hold a list of messages with role and content each, or a"
+            " list of such lists"
+        )
     return conversations
+
+
+def _is_conversation(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages)
+    )
+
+
+def _read(flag: str, name: str) -> str:
+    """The text of a file that a flag names, without a byte order mark; - is standard input."""
+    try:
+        if flag == "--prompt-file" and name == "-":
+            return sys.stdin.read().removeprefix("\ufeff")
+        return Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {name} is not UTF-8: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{flag} {name} cannot be read: {reason}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -119,11 +120,16 @@ def load_engine(arguments: argparse.Namespace, max_batch: int) -> Engine:
 def serve(
     engine: Engine, prompts: list[str], requests: list[Request], arguments: argparse.Namespace
 ) -> int:
-    """Decode, write what comes in, and end with the summary."""
+    """Decode, write what comes in, and end with the summary.
+
+    Characters that the encoding of standard output lacks are written as escapes.
+    """
     from dspark_jax.console import LEGEND, JsonPrinter, TextPrinter, summary
     from dspark_jax.engine import STREAM_ROUNDS
     from dspark_jax.state import MAX_ROUNDS
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     printer: JsonPrinter | TextPrinter
     if arguments.json:
         printer, rounds = JsonPrinter(prompts, requests, sys.stdout), MAX_ROUNDS
@@ -133,19 +139,30 @@ def serve(
         tell(LEGEND)
     code = 0
     try:
-        for _ in engine.serve(requests, rounds):
-            printer.update()
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of standard output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except Exception as error:
-        code = out_of_memory(error)
-    printer.close()
-    sys.stdout.flush()
+        try:
+            for _ in engine.serve(requests, rounds):
+                printer.update()
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except OSError:
+            raise
+        except Exception as error:
+            code = out_of_memory(error)
+        printer.close()
+        sys.stdout.flush()
+    except OSError as error:
+        return output_lost(error)
     tell(summary(requests, engine.max_batch))
     return code
+
+
+def output_lost(error: OSError) -> int:
+    """Drop what standard output does not take; a reader that has gone needs no sentence."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    tell(f"dspark_jax.generate: the output cannot be written: {error.strerror or error}")
+    return 2
 
 
 def out_of_memory(error: Exception) -> int:

@@ -187,11 +187,14 @@ def test_messages_of_a_file_are_a_conversation(command, tmp_path):
     assert code == 0
     assert [json.loads(line["prompt"]) for line in lines] == [messages, messages[:1]]
     assert lines[0]["prompt_tokens"] > lines[1]["prompt_tokens"]
-    for wrong in ("{", "[]", '["text"]', '[{"role": "user"}]'):
+    one = '{"role": "user", "content": "x"}'
+    for wrong in ("{", "[]", '["text"]', '[{"role": "user"}]', one, "3", f"[[{one}], {one}]"):
         file.write_text(wrong)
         code, _, notes = command(*flags)
         assert code == 2
         assert "--messages" in notes[-1]
+    file.unlink()
+    assert f"--messages {file} cannot be read: No such file" in command(*flags)[2][-1]
 
 
 def test_show_drafts_colours_tokens_by_origin(command, monkeypatch):
@@ -223,10 +226,21 @@ MISTAKES = [
     (("--target", TARGET, "--draft", TARGET), "draft"),
     (("--json", "--show-drafts"), "exclude each other"),
     (("--enable-thinking",), "--enable-thinking does nothing without --chat"),
-    (("--chat",), "no chat template"),
+    (("--chat",), "--chat: the tokenizer of the embedded pair has no chat template"),
+    (("--target", ""), "--target is empty"),
+    (("--draft", ""), "--draft is empty"),
+    (("--draft", "ngram", "--draft-top-k", "3"), "draft_top_k is set, but"),
+    (("--draft", "ngram", "--draft-truncation"), "draft_truncation is set, but"),
+    (("--draft", "ngram", "--draft-sampling", "greedy"), "draft_sampling is set, but"),
+    (("--num-speculative-tokens", "8"), "num_speculative_tokens 8 is not within 1 and the trained"),
+    (("--no-draft", "--num-speculative-tokens", "3"), "num_speculative_tokens is set, but there"),
+    (("--stop-token-id", "99999999999"), "stop_token_ids must be below 2**31"),
+    (("--stop-token-id", "99999"), "stop_token_ids names id 99999, outside the vocabulary"),
+    (("--logit-bias", "5=1e39"), "logit_bias must be within -1000 and 1000"),
     (("--chat", "--target", TARGET, "--no-draft"), "no chat template"),
     (("--prompt", ""), "prompt 0 is empty"),
-    (("--prompt-file", "/no/such/file"), "No such file"),
+    (("--prompt-file", "/no/such/file"), "--prompt-file /no/such/file cannot be read: No such"),
+    (("--prompt-file", ""), "--prompt-file  cannot be read"),
     (("--no-draft", "--confidence-threshold", "0.5"), "confidence_threshold is set, but there is"),
     (("--no-draft", "--block-size", "7"), "block_size cannot be set: there is no draft"),
     (("--target-layer-ids", "1,3"), "2 taps"),
@@ -235,7 +249,7 @@ MISTAKES = [
     (("--logprobs", "30", "--json"), "logprobs must be within 0 and 20"),
     (("--logit-bias", "x=1"), "--logit-bias"),
     (("--min-tokens", "500"), "min_tokens must be within 0 and max_tokens"),
-    (("--messages", "no/such.json"), "no/such.json"),
+    (("--messages", "no/such.json"), "--messages: the tokenizer of the embedded pair has no chat"),
     (("--messages", "x.json", "--prompt", "a"), "--messages brings its own prompts"),
 ]
 
@@ -264,6 +278,53 @@ def test_prompt_files(command, tmp_path, monkeypatch):
     (tmp_path / "latin").write_bytes(b"na\xefve\n")
     code, _, notes = command("--prompt-file", str(tmp_path / "latin"))
     assert (code, "is not UTF-8" in notes[-1]) == (2, True)
+    (tmp_path / "marked").write_text("import re\n", encoding="utf-8-sig")
+    (tmp_path / "second").write_text("import sys\n")
+    files = ("--prompt-file", str(tmp_path / "marked"), "--prompt-file", str(tmp_path / "second"))
+    lines = command("--json", "--max-tokens", "2", *files)[1].splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["import re", "import sys"]
+
+
+def test_a_chat_is_refused_before_weights_are_read(command, monkeypatch):
+    monkeypatch.setattr("dspark_jax.generate.load_engine", lambda *_, **__: pytest.fail("loaded"))
+    assert command("--chat")[0] == 2
+
+
+@pytest.mark.parametrize("template", ["{{ 1/0 }}", "{% for i in range(10**9) %}{% endfor %}"])
+def test_a_template_that_fails_is_named(template, command, tmp_path):
+    folder = with_template(tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    code, out, notes = command("--target", str(folder), "--no-draft", "--chat")
+    assert (code, out) == (2, "")
+    assert f"the chat template of {folder} refused the messages" in notes[-1]
+
+
+@pytest.mark.parametrize("token", [5, {"content": 7}])
+def test_a_tokenizer_whose_stop_token_is_no_text_is_named(token, command, tmp_path):
+    folder = with_template(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    code, out, notes = command("--target", str(folder), "--no-draft")
+    assert (code, out) == (2, "")
+    assert "tokenizer_config.json: eos_token" in notes[-1]
+
+
+def test_characters_that_the_output_lacks_are_escaped(command, tmp_path, monkeypatch):
+    (begin,) = (i for i in range(300) if load_tokenizer().id_to_token(i) == "\u00c3")  # of UTF-8
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        code, _, _ = command("--max-tokens", "2", "--logit-bias", f"{begin}=1000")
+    assert code == 0
+    assert "\\ufffd" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_an_output_that_is_full_is_a_sentence(flags, command, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        code, _, notes = command("--max-tokens", "2", *flags)
+    assert code == 2
+    assert "the output cannot be written: No space left on device" in notes[-1]
 
 
 def test_an_interrupt_prints_the_summary(command, monkeypatch):
@@ -330,6 +391,12 @@ def test_arguments_are_read_before_anything_heavy_is_imported():
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def load_tokenizer():
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_file(str(EMBEDDED / "target" / "tokenizer.json"))
 
 
 def run_process(arguments, cache, **options):
