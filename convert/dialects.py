@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from convert.decoder import MODEL_TYPES
-from convert.settings import WORD, ConfigReading, Kind
+from convert.settings import FLAG, WORD, ConfigReading, Kind
 
 NESTED = ("dflash_config", "dspark_config")
 DRAFT_MODEL_TYPES = ("dflash", "dspark", "qwen3_dflash", "qwen3_dspark")  # Qwen3 layers inside
@@ -55,7 +55,7 @@ class DraftReading:
 
     def own_tied_head(self) -> bool:
         """Whether the draft's head is its own stored embedding; if so the shapes name it too."""
-        tied = self.config.lookup("tie_word_embeddings") is True
+        tied = self.config.find("tie_word_embeddings", FLAG)
         embedding = self.shapes.get("embed_tokens.weight")
         if not tied or embedding is None or "lm_head.weight" in self.shapes:
             return False

@@ -83,6 +83,8 @@ def read_markov(draft: DraftReading) -> tuple[Literal["none", "vanilla", "gated"
             draft.config.problem(f"markov_rank is {rank}, but the tensor {W1} is missing")
         elif W2 in draft.shapes:
             draft.tensor_problem(W1, f"missing, although {W2} is there")
+        elif word not in (None, "none") and rank is None:
+            draft.warnings.append(f"markov_head_type is {word}, but there is no Markov head")
         return "none", 0
     kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
     if "markov_head.gate_proj.weight" in draft.shapes:

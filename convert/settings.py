@@ -53,7 +53,7 @@ class ConfigReading:
     """A parsed config.json, what was read from it, and what was wrong with it.
 
     `defaults` stand in for absent keys of `section` (a file that holds only the differences from
-    its class). A null counts as absent.
+    its class). A null counts as absent. `consulted` holds every path that was looked at.
     """
 
     tree: dict[str, Any]
@@ -62,9 +62,11 @@ class ConfigReading:
     section: str = ""
     defaults: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
+    consulted: set[str] = field(default_factory=set)
 
     def lookup(self, path: str) -> Any:
         """Return the value at a dotted path from the root, None where absent."""
+        self.consulted.add(path)
         value: Any = self.tree
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None

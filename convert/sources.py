@@ -11,8 +11,15 @@ from convert.dialects import architectures
 from convert.headers import Tensor, read_headers, read_json
 from convert.names import Ignored, Plan, by_canonical_name, set_aside
 from convert.problems import CheckpointError, raise_problems
-from convert.refusals import KNOWN_KEYS, SECTIONS, refused_keys, refused_model, refused_tensors
-from convert.settings import SECTION, ConfigReading, Setting
+from convert.refusals import (
+    KNOWN_KEYS,
+    PLACED_KEYS,
+    SECTIONS,
+    refused_keys,
+    refused_model,
+    refused_tensors,
+)
+from convert.settings import SECTION, ConfigReading, Setting, brief
 from dspark_jax.config import DraftConfig, TargetConfig
 
 STORE_FILE = "dspark_store.json"
@@ -68,7 +75,9 @@ class Opened(NamedTuple):
             "tensors": self.named,
             "settings": self.reading.settings,
             "ignored": tuple(self.ignored),
-            "warnings": tuple(self.warnings + unknown_keys(self.reading)),
+            "warnings": tuple(
+                self.warnings + unknown_keys(self.reading) + misplaced_keys(self.reading)
+            ),
         }
 
 
@@ -137,3 +146,20 @@ def unknown_keys(reading: ConfigReading) -> list[str]:
             if key not in known and value not in (None, False):
                 found.append(f"{section}.{key}" if section else key)
     return [f"config.json: not understood and not used: {', '.join(found)}"] if found else []
+
+
+def misplaced_keys(reading: ConfigReading) -> list[str]:
+    """Warn of keys that stand where nothing reads them and say something else than what is used."""
+    found = []
+    for section in SECTIONS:
+        values = reading.tree.get(section) if section else reading.tree
+        for key, value in (values if isinstance(values, dict) else {}).items():
+            path = f"{section}.{key}" if section else key
+            used = reading.settings.get(key)
+            if key not in PLACED_KEYS or path in reading.consulted or value is None:
+                continue
+            if used is None and value is False:  # asks for nothing
+                continue
+            if used is None or used.value != value or type(used.value) is not type(value):
+                found.append(f"{path} is {brief(value)}")
+    return [f"config.json: not used where it stands: {', '.join(found)}"] if found else []

@@ -64,6 +64,32 @@ def explained(before: Source, after: Source, path: tuple[str, ...], value: Any) 
     return taken or any(s.origin.startswith(SILENT) for s in changed)
 
 
+# Settings under every spelling and in every place that some packaging knows.
+PLACES = ("", "dflash_config", "dspark_config", "transformer_layer_config")
+KEYS = (
+    *("rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps", "hidden_size", "head_dim"),
+    *("num_hidden_layers", "vocab_size", "draft_vocab_size", "use_qk_norm", "block_size"),
+    *("dspark_block_size", "mask_token_id", "dspark_noise_token_id", "target_layer_ids"),
+    *("aux_hidden_state_layer_ids", "target_hidden_size", "num_target_layers", "markov_rank"),
+    *("markov_head_type", "enable_confidence_head", "sample_from_anchor", "dspark_bonus_anchor"),
+    *("hidden_act", "attention_bias", "tie_word_embeddings"),
+)
+ADDED = [f"{place}.{key}".lstrip(".") for place in PLACES for key in KEYS] + list(PLACES[1:])
+ODD = (0, 1, 3, -5, 5.0, 1e6, 1e300, 1_000_000, float("nan"), float("inf"), True, False, "x")
+ODD_VALUES = st.sampled_from([*ODD, [], [1], {}, {"rope_theta": 5.0}])
+
+
+def agrees(source: Source, path: str, value: Any) -> bool:
+    """Whether the value is the one in use, was taken from this key, or is named in a warning."""
+    key = path.rpartition(".")[2]
+    word = key.removeprefix("dspark_")  # an override names the setting, not its spelling
+    used = source.settings.get(key)
+    taken = any(path in s.origin for s in source.settings.values())
+    same = used is not None and used.value == value and type(used.value) is type(value)
+    neutral = used is None and value is False
+    return taken or same or neutral or any(word in warning for warning in source.warnings)
+
+
 CASES = {"target": target_files(PAIR)[0]}
 CASES |= {name: make(PAIR)[0] for name, make in DIALECTS.items()}
 
@@ -117,3 +143,29 @@ def test_a_mutated_config_loads_as_it_says_or_is_refused(
         assert all(any(n in problem for n in named) for problem in problems), problems
     else:
         assert explained(original, changed, path, value), (path, value)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+@given(path=st.sampled_from(ADDED), value=ODD_VALUES)
+def test_an_added_key_is_used_or_refused_or_named(
+    folder: Path, case: str, path: str, value: Any
+) -> None:
+    tree = CASES[case]
+    changed_tree = copy.deepcopy(tree)
+    section, _, key = path.rpartition(".")
+    inner = changed_tree.setdefault(section, {}) if section else changed_tree
+    if inner.get(key) is not None:
+        return  # the test above changes what is there
+    inner[key] = value
+    try:
+        save_json(folder / case / "config.json", changed_tree)
+        changed, problems = attempt(folder, case)
+    finally:
+        save_json(folder / case / "config.json", tree)
+    if changed is None:
+        assert problems
+    elif value not in ({}, None):
+        assert agrees(changed, path, value), (path, value)
