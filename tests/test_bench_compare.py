@@ -195,3 +195,9 @@ def test_a_report_of_another_file(tmp_path, capsys):
     (tmp_path / "x.json").write_text('{"a": 1}')
     assert main(["report", str(tmp_path / "x.json")]) == 2
     assert "is not a file that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--batch", "0"), ("--batch", "1", "-2"), ("--cached", "0")])
+def test_a_step_of_no_rows_is_one_sentence(flags, capsys):
+    assert main(["step", *flags]) == 2
+    assert capsys.readouterr().err == "bench step: --batch and --cached must be positive\n"
