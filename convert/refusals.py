@@ -122,7 +122,7 @@ PLACED_KEYS = frozenset(
     eagle_aux_hidden_state_layer_ids enable_confidence_head num_target_layers
     target_num_hidden_layers
     head_dim hidden_act hidden_size intermediate_size markov_head_type markov_rank mask_token_id
-    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+    num_attention_heads num_hidden_layers num_key_value_heads
     rms_norm_eps rope_parameters rope_scaling rope_theta sample_from_anchor target_hidden_size
     target_layer_ids tie_word_embeddings use_qk_norm vocab_size
     """.split()  # noqa: SIM905

@@ -169,3 +169,8 @@ def test_an_added_key_is_used_or_refused_or_named(
         assert problems
     elif value not in ({}, None):
         assert agrees(changed, path, value), (path, value)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_no_packaging_has_a_key_where_nothing_reads_it(folder: Path, case: str) -> None:
+    assert not [w for w in read(folder, case).warnings if "not used where it stands" in w]
