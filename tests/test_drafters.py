@@ -137,3 +137,14 @@ def test_possible_acceptance_is_reported_for_every_proposed_draft():
     greedy = engine.generate([[323, 288, 2314, 266]], SamplingParams(max_tokens=24))[0]
     for row, accepted in zip(greedy.possible_acceptance, greedy.accepted_drafts, strict=True):
         assert row[:accepted] == [1.0] * accepted, "a greedy draft agrees or does not"
+
+
+def test_prompt_lookup_beats_plain_decoding_on_text_that_repeats():
+    prompt = "    self.assertEqual(add(1, 2), 3)\n    self.assertEqual(add(2, 3), 5)\n" * 6
+    engines = [load(draft=draft, max_length=512, max_batch=1) for draft in ("ngram", False)]
+    params = SamplingParams(max_tokens=200)
+    lookup, plain = ([one.generate(prompt, params)[0] for _ in range(4)] for one in engines)
+    assert lookup[0].token_ids == plain[0].token_ids
+    assert len(lookup[0].acceptance_lengths) < 40
+    fastest = [min(result.seconds for result in runs) for runs in (lookup, plain)]
+    assert fastest[0] < fastest[1], f"{fastest[0]:.3f} s against {fastest[1]:.3f} s"
