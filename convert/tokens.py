@@ -66,7 +66,7 @@ def _checked(found: Any, where: str) -> tuple[int, ...]:
 def _tokenizer_stop(folder: Path) -> int | None:
     token = _read(folder, "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    return None if token is None else token_ids(folder).get(token)
+    return token_ids(folder).get(token) if isinstance(token, str) else None
 
 
 def token_ids(folder: Path) -> dict[str, int]:
