@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import SamplingParams, load
+from dspark_jax import SamplingParams, load, verify
 from dspark_jax.config import NgramConfig
 from dspark_jax.decode import init_state
 from dspark_jax.drafters import NGRAM, NONE, drafter_of
@@ -100,6 +100,44 @@ def test_text_equals_plain_decoding(params, rejection):
             assert result.tokens == run_alone(PLAIN, params, request).tokens
     for result, request in zip(results, REQUESTS, strict=True):
         assert result == run_alone(config, params, request)
+
+
+@pytest.mark.parametrize("rejection", ["token", "block"])
+def test_lookup_emits_the_target_law_exactly(rejection):
+    """Enumeration over where the cut falls, on what lookup proposes and random target laws."""
+    vocab, drafts = 5, 3
+    base = tiny_config(vocab=vocab, confidence_threshold=0.0, max_length=32)
+    config = replace(base, draft=NgramConfig(), decode=replace(base.decode, num_drafts=drafts))
+    history = [1, 2, 3, 1, 4, 0, 1]
+    rows = ContextRows(tokens=jnp.asarray([history]), features=jnp.zeros((1, 1, 0)))
+    cached = jnp.asarray([len(history) - 1])
+    own = NGRAM.absorb(config, {}, NGRAM.init(config, 1), rows, jnp.zeros(1, jnp.int32), cached)
+    state = init_state(config, 1).replace(draft=own, cached=cached, anchor=jnp.asarray([1]))
+    _, offered = NGRAM.propose(config, {}, state)
+    laws = jnp.asarray(
+        np.random.default_rng(0).dirichlet(np.ones(vocab), (1, drafts + 1)), "float32"
+    )
+    if rejection == "token":
+        passes = np.asarray(verify.token_thresholds(laws, offered))[0]
+        cut = [np.prod(passes[:a]) * (1 - passes[a]) for a in range(drafts)] + [np.prod(passes)]
+        weights = np.ones(drafts + 1)
+    else:
+        weights = np.asarray(verify.chain_products(laws, offered))[0]
+        passes = np.asarray(verify.block_thresholds(laws, offered, jnp.asarray(weights[None])))[0]
+        after = [np.prod(1 - passes[a:]) for a in range(drafts + 1)]  # the last success counts
+        cut = [after[0], *(passes[a - 1] * after[a] for a in range(1, drafts + 1))]
+    drawn = [
+        np.asarray(
+            verify.residual_law(laws, offered, jnp.asarray([a]), jnp.asarray(weights[a : a + 1]))
+        )[0]
+        for a in range(drafts + 1)
+    ]
+    draft = np.asarray(offered.tokens)[0]
+    for slot in range(drafts + 1):  # the token at a slot, given that the drafts before it stand
+        emitted = cut[slot] * drawn[slot]
+        if slot < drafts:
+            emitted[draft[slot]] += sum(cut[slot + 1 :])
+        np.testing.assert_allclose(emitted / sum(cut[slot:]), laws[0, slot], atol=1e-6)
 
 
 def test_text_that_repeats_itself_is_drafted(params):
