@@ -12,7 +12,6 @@ from convert.settings import FLAG, WORD, ConfigReading, Kind
 NESTED = ("dflash_config", "dspark_config")
 DRAFT_MODEL_TYPES = ("dflash", "dspark", "qwen3_dflash", "qwen3_dspark")  # Qwen3 layers inside
 NATIVE_NAMES = ("context_proj.weight", "context_norm.weight", "final_norm.weight")
-SPECULATORS = ("DSparkDraftModel", "DSparkSpeculator", "DFlashDraftModel", "DFlashSpeculator")
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 Name = Literal["deepspec", "torchspec", "speculators", "specforge", "z-lab"]

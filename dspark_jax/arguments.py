@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dspark_jax.shadow import refuse_shadows
 
@@ -46,17 +46,10 @@ LOAD_FLAGS = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """One sentence on standard error instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """Flags and their defaults; None stands for the default of the thing that is configured."""
     refuse_shadows("convert")
-    from convert.flags import add_override_flags
+    from convert.flags import Parser, add_override_flags
 
     parser = Parser(
         prog="dspark_jax.generate",
