@@ -110,8 +110,13 @@ def filled_state(config: ModelConfig, batch: int, cached: int) -> DecodeState:
     keys = _keys()
     state = init_state(config, batch)
 
+    def random(zeros: jax.Array) -> jax.Array:
+        shape, dtype = zeros.shape, zeros.dtype.name
+        zeros.delete()  # two caches at a time would be one too many
+        return _normal(next(keys), shape, dtype)
+
     def fill(cache: KVCache) -> KVCache:
-        return jax.tree.map(lambda x: _normal(next(keys), x.shape, x.dtype.name), cache)
+        return jax.tree.map(random, cache)
 
     return replace(
         state,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bench.records import Measurement
 from dspark_jax.generate import tell
@@ -29,3 +33,29 @@ def write_outputs(measurement: Measurement, options: argparse.Namespace) -> None
 
         Path(options.html).write_text(render(measurement), encoding="utf-8")
         tell(f"wrote {options.html}")
+
+
+def append_lines(lines: Sequence[Any], path: Path | None) -> None:
+    """Append JSON Lines to the file that was asked for."""
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def check_chart(path: Path | None) -> None:
+    """Refuse before a long run a chart that could not be written after it."""
+    if path is None:
+        return
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"--chart {path}: name a file that ends in .svg or .png")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--chart {path}: its folder does not exist; make it first")
+    if not find_spec("matplotlib"):
+        raise ValueError("--chart needs matplotlib: pip install 'dspark-jax[bench]'")
+
+
+def save_chart(name: str, data: Any, path: Path | None) -> None:
+    """Draw `data` with a function of `bench.device_charts` into the file that was asked for."""
+    if path:
+        import_module("bench.device_charts").save(name, data, path)
+        tell(f"wrote {path}")

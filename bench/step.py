@@ -1,19 +1,16 @@
 """Time of plain decode, draft step, verify step and round on weights of true shapes.
 
 The weights are random and made on the device: nothing is downloaded, and the time of a step does
-not depend on what the weights say. The floor is the bytes that a step must read over the read
-bandwidth measured in the same run.
+not depend on what the weights say. Every step is repeated inside one jit. The floor is the bytes
+that a step must read over the read bandwidth measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
@@ -21,17 +18,20 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from bench.models import SIZES, Dtype, filled_state, model_config, plain, random_params, tree_bytes
+from bench.loops import ENTRIES, Loop, compile_loops, idle_shares, inspect, time_step
+from bench.models import SIZES, Dtype, filled_state, model_config, random_params, tree_bytes
+from bench.output import append_lines, check_chart, save_chart
 from bench.timing import read_bandwidth
-from dspark_jax import decode
 from dspark_jax.cache import cache_bytes
 from dspark_jax.config import ModelConfig
+from dspark_jax.generate import tell
 from dspark_jax.loading import load, ran_by
-from dspark_jax.state import MAX_ROUNDS, DecodeState, Params
+from dspark_jax.state import DecodeState, Params
 from pallas_kernels.platform import default_device, resolve_implementation
 
-REPEATS = 5
-Step = Callable[[DecodeState], DecodeState]
+PAPER_LENGTH = 4.81  # macro mean acceptance length of the DSpark paper's Qwen3-8B pair
+ROOM = 512  # cache rows that a chain of calls may add
+Line = dict[str, Any]
 
 
 def step_bytes(config: ModelConfig, params: Params, batch: int, cached: int) -> dict[str, int]:
@@ -57,95 +57,127 @@ def step_bytes(config: ModelConfig, params: Params, batch: int, cached: int) -> 
     return found
 
 
-def wall_us(step: Step, state: DecodeState, calls: int) -> tuple[float, DecodeState]:
-    """Median microseconds a call over chains of `calls` calls, each fed the last one's state."""
-    state = step(state)
-    jax.block_until_ready(state.cached)
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            state = step(state)
-        jax.block_until_ready(state.cached)
-        times.append((time.perf_counter() - begin) / calls * 1e6)
-    return median(times), state
+def measure(
+    name: str, loops: Sequence[Loop], params: Params, shape: tuple[int, Sequence[int]], rate: float
+) -> list[Line]:
+    """Records of every loop at a batch and each number of cached rows; `rate` is bytes a second.
 
-
-def time_steps(
-    config: ModelConfig, params: Params, batch: int, cached: int, calls: int = 10
-) -> dict[str, float]:
-    """Microseconds of each step; `round` is measured inside one call of many rounds."""
-    bare = plain(config)
-    alone = {"target": params["target"]}
-    rounds = jnp.int32(MAX_ROUNDS)
-    state = filled_state(bare, batch, cached)
-    found = {}
-    found["plain_decode"], state = wall_us(
-        lambda s: decode.decode_rounds(bare, alone, s, rounds)[0], state, 2
-    )
-    found["plain_decode"] /= MAX_ROUNDS
-    del state
-    if config.draft is None:
-        return found
-    state = filled_state(config, batch, cached)
-    found["draft_step"], state = wall_us(
-        lambda s: decode.draft_step(config, params, s)[0], state, calls
-    )
-    state, proposal = decode.draft_step(config, params, state)
-    found["verify_step"], state = wall_us(
-        lambda s: decode.verify_step(config, params, s, proposal)[0], state, calls
-    )
-    found["round"], state = wall_us(
-        lambda s: decode.decode_rounds(config, params, s, rounds)[0], state, 2
-    )
-    found["round"] /= MAX_ROUNDS
-    return found
-
-
-def records(
-    name: str, config: ModelConfig, params: Params, bandwidth: float, shape: tuple[int, int]
-) -> list[dict[str, Any]]:
-    """One record a step at a shape (batch, cached)."""
-    batch, cached = shape
-    moved = step_bytes(config, params, batch, cached)
+    A state serves all loops of its kind, one kind at a time: two caches need not fit.
+    """
+    batch, lengths = shape
     lines = []
-    for step, time_us in time_steps(config, params, batch, cached).items():
-        floor_us = moved[step] / bandwidth * 1e6
-        lines.append(
-            {
-                "bench": "step",
-                "name": step,
-                "implementation": ran_by(config),
-                "sampled": config.decode.sampled,
-                "shape": {"model": name, "batch": batch, "cached": cached},
-                "time_us": round(time_us, 1),
-                "bytes": moved[step],
-                "floor_us": round(floor_us, 1),
-                "percent_of_floor": round(100 * floor_us / time_us, 1),
-                "error": None,
-                "read_bandwidth": round(bandwidth),
-                "dtype": config.dtype,
-                "device": default_device().device_kind,
-                "jax": jax.__version__,
-            }
-        )
+    for own in dict.fromkeys(loop.config for loop in loops):
+        state = filled_state(own, batch, lengths[0])
+        for loop in (one for one in loops if one.config == own):
+            seen = inspect(loop, params, state)
+            for cached in lengths:
+                line, state = _record(name, loop, params, state, (batch, cached, rate))
+                lines.append(line | seen if loop.name in ("plain_decode", "round") else line)
+                tell(f"{loop.name} batch {batch} cached {cached}: {line['time_us'] / 1e3:.3f} ms")
+        del state
     return lines
 
 
-def show(lines: list[dict[str, Any]]) -> None:
+def _record(
+    name: str,
+    loop: Loop,
+    params: Params,
+    state: DecodeState,
+    point: tuple[int, int, float],
+) -> tuple[Line, DecodeState]:
+    batch, cached, rate = point
+    moved = step_bytes(loop.config, params, batch, cached)[loop.name]
+    time_us, state = time_step(loop, state, cached)
+    floor_us = moved / rate * 1e6
+    line = {
+        "bench": "step",
+        "name": loop.name,
+        "implementation": ran_by(loop.config),
+        "sampled": loop.config.decode.sampled,
+        "shape": {"model": name, "batch": batch, "cached": cached},
+        "time_us": round(time_us, 1),
+        "bytes": moved,
+        "floor_us": round(floor_us, 1),
+        "percent_of_floor": round(100 * floor_us / time_us, 1),
+        "error": None,
+        "read_bandwidth": round(rate),
+        "dtype": loop.config.dtype,
+        "device": default_device().device_kind,
+        "jax": jax.__version__,
+    }
+    if loop.name == "round":
+        line["idle"], state = idle_shares(loop, state, cached)
+    return line, state
+
+
+def derive(lines: Sequence[Line], lengths: Sequence[float]) -> None:
+    """Add to every round what follows from the measurements beside it.
+
+    `tokens_per_second` at acceptance lengths, `break_even` and `speedup` against plain decoding
+    at the same shape, and `cache_growth`: how much longer it takes than with the fewest cached
+    rows, over the time of reading the rows added.
+    """
+    for line in lines:
+        if line["name"] != "round":
+            continue
+        shape, time_us = line["shape"], line["time_us"]
+        line["tokens_per_second"] = {
+            f"{n:g}": round(shape["batch"] * n / time_us * 1e6, 1) for n in lengths
+        }
+        plain = _beside(line, lines, "plain_decode", shape["cached"])
+        if plain:
+            ratio = time_us / plain["time_us"]
+            line["break_even"] = round(ratio, 3)
+            line["speedup"] = {f"{n:g}": round(n / ratio, 3) for n in lengths}
+            line["plain_tokens_per_second"] = round(shape["batch"] / plain["time_us"] * 1e6, 1)
+        fewest = min(one["shape"]["cached"] for one in lines)
+        first = _beside(line, lines, "round", fewest)
+        if first and first is not line:
+            reading_us = (line["bytes"] - first["bytes"]) / line["read_bandwidth"] * 1e6
+            line["cache_growth"] = round((time_us - first["time_us"]) / reading_us, 3)
+
+
+def _beside(line: Line, lines: Sequence[Line], name: str, cached: int) -> Line | None:
+    """The record of a step at the shape and implementation of another record."""
+    wanted = {"name": name, "shape": {**line["shape"], "cached": cached}}
+    wanted |= {key: line[key] for key in ("implementation", "sampled", "dtype")}
+    return next((one for one in lines if wanted.items() <= one.items()), None)
+
+
+def show(lines: Sequence[Line]) -> None:
+    """Print the times, and below them what follows for each round."""
+    console = Console()
     table = Table("step", "implementation", "batch", "cached", "ms", "floor ms", "% of floor")
     for line in lines:
         shape = line["shape"]
-        table.add_row(
-            line["name"],
-            line["implementation"],
-            str(shape["batch"]),
-            str(shape["cached"]),
-            f"{line['time_us'] / 1e3:.3f}",
-            f"{line['floor_us'] / 1e3:.3f}",
-            f"{line['percent_of_floor']:.1f}",
-        )
-    Console().print(table)
+        times = (f"{line[key] / 1e3:.3f}" for key in ("time_us", "floor_us"))
+        place = (line["implementation"], str(shape["batch"]), str(shape["cached"]))
+        table.add_row(line["name"], *place, *times, f"{line['percent_of_floor']:.1f}")
+    console.print(table)
+    for line in lines:
+        if "tokens_per_second" in line:
+            console.print(describe(line), highlight=False)
+
+
+def describe(line: Line) -> str:
+    """What a round's figures say, in a sentence."""
+    shape = line["shape"]
+    parts = [
+        f"{rate:.0f} tokens/s at acceptance length {length}"
+        + (f" ({line['speedup'][length]:.2f} x plain decoding)" if "speedup" in line else "")
+        for length, rate in line["tokens_per_second"].items()
+    ]
+    if "break_even" in line:
+        parts.append(f"pays above {line['break_even']:.2f}")
+    if "cache_growth" in line:
+        parts.append(f"grows by {line['cache_growth']:.2f} x the time of reading the added rows")
+    idle = ", ".join(f"{100 * share:.1f} % ({name})" for name, share in line["idle"].items())
+    parts.append(f"idle {idle}")
+    parts.append(f"{line['launches']} launches and {line['copies']} cache or weight copies a round")
+    return (
+        f"{line['implementation']}, batch {shape['batch']}, {shape['cached']} cached rows: "
+        + "; ".join(parts)
+    )
 
 
 def pair(name: str, dtype: Dtype | None, **decoding: Any) -> tuple[ModelConfig, Params]:
@@ -157,31 +189,58 @@ def pair(name: str, dtype: Dtype | None, **decoding: Any) -> tuple[ModelConfig, 
     return config, random_params(config)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench step", description=__doc__)
-    parser.add_argument("--model", default="embedded", choices=("embedded", *SIZES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--cached", type=int, nargs="+", default=[1000])
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--sampled", action="store_true", help="the tier of any temperature")
-    parser.add_argument("--implementation", nargs="+", default=["auto"])
-    parser.add_argument("--out", type=Path, help="append JSON Lines here")
-    options = parser.parse_args(arguments)
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `bench step`."""
+    parser = argparse.ArgumentParser(prog="bench step", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", default="embedded", choices=("embedded", *SIZES))
+    add("--batch", type=int, nargs="+", default=[1], metavar="B")
+    add("--cached", type=int, nargs="+", default=[1000], metavar="ROWS")
+    add("--step", nargs="+", choices=(*ENTRIES,), default=list(ENTRIES), help="only these (all)")
+    add("--dtype", choices=("bfloat16", "float32"))
+    add("--sampled", action="store_true", help="the tier of any temperature")
+    add("--implementation", nargs="+", default=["auto"])
+    add(
+        "--acceptance",
+        type=float,
+        nargs="+",
+        default=[PAPER_LENGTH],
+        metavar="LENGTH",
+        help=f"acceptance lengths of the derived figures ({PAPER_LENGTH}, the paper's)",
+    )
+    add("--out", type=Path, metavar="FILE", help="append JSON Lines here")
+    add("--chart", type=Path, metavar="FILE", help="times against the floor, .svg or .png")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; raises ValueError for what a caller can mend."""
+    options = build_parser().parse_args(arguments)
     if min(*options.batch, *options.cached) < 1:
         raise ValueError("--batch and --cached must be positive")
-    bandwidth = read_bandwidth() if default_device().platform == "gpu" else read_bandwidth(2**26)
+    if min(options.acceptance) <= 0:
+        raise ValueError("--acceptance: an acceptance length is above 0")
+    check_chart(options.chart)
+    rate = read_bandwidth() if default_device().platform == "gpu" else read_bandwidth(2**26)
+    tell(f"{default_device().device_kind}: reads {rate / 1e12:.3f} TB/s")
+    length = max(options.cached) + ROOM
+    config, params = pair(options.model, options.dtype, max_length=length)
     lines = []
-    config, params = pair(options.model, options.dtype, max_length=max(options.cached) + 1024)
     for wanted in options.implementation:
         resolve_implementation(wanted)
-        switches = {"implementation": wanted, "sampled": options.sampled}
+        switches = {
+            "implementation": wanted,
+            "sampled": options.sampled,
+            "max_length": length,
+            "prefill_chunk": 1,  # no prompt is run
+        }
+        fitted = replace(config, decode=replace(config.decode, **switches))
         for batch in options.batch:
-            for cached in options.cached:
-                room = {"max_length": cached + 16 * MAX_ROUNDS * 8}
-                fitted = replace(config, decode=replace(config.decode, **switches, **room))
-                lines += records(options.model, fitted, params, bandwidth, (batch, cached))
-    if options.out:
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            loops = compile_loops(fitted, params, batch, options.step)
+            found = measure(options.model, loops, params, (batch, options.cached), rate)
+            derive(found, options.acceptance)
+            append_lines(found, options.out)
+            lines += found
     show(lines)
+    save_chart("step_chart", lines, options.chart)
     return 0

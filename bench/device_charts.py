@@ -1,0 +1,60 @@
+"""Charts of what a device does: times of steps against their floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from bench.charts import COLOURS
+
+Line = dict[str, Any]
+
+
+def save(name: str, data: Any, path: Path) -> None:
+    """Draw the chart of a name into an SVG or PNG file."""
+    figure = CHARTS[name](data)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+
+
+def step_chart(lines: Sequence[Line]) -> Figure:
+    """Milliseconds of each step by shape, with the floor as a mark on each bar."""
+    places = list(dict.fromkeys(_place(line) for line in lines))
+    names = list(dict.fromkeys(line["name"] for line in lines))
+    figure = Figure(figsize=(2.5 + 1.6 * len(places), 3.4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        own = [line for line in lines if line["name"] == name]
+        x = [places.index(_place(line)) + (index + 0.5) * width - 0.4 for line in own]
+        axes.bar(
+            x,
+            [line["time_us"] / 1e3 for line in own],
+            width,
+            color=COLOURS[index],
+            label=name.replace("_", " "),
+        )
+        floors = [line["floor_us"] / 1e3 for line in own]
+        floor = "floor: bytes / bandwidth" if index == len(names) - 1 else ""
+        left = [one - width / 2 for one in x]
+        axes.hlines(floors, left, [one + width for one in left], color="black", label=floor)
+    axes.set_xticks(range(len(places)), places, fontsize=8)
+    axes.set_ylabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    first = lines[0]
+    axes.set_title(f"{first['shape']['model']}, {first['dtype']}, {first['device']}", fontsize=9)
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _place(line: Line) -> str:
+    shape = line["shape"]
+    return f"{line['implementation']}\nbatch {shape['batch']}\n{shape['cached']:,} rows"
+
+
+CHARTS: dict[str, Callable[[Any], Figure]] = {"step_chart": step_chart}
