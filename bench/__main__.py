@@ -12,6 +12,7 @@ COMMANDS = {
     "speed": "acceptance and latency on SPEED-Bench or other prompts",
     "report": "the HTML report of a JSON file that compare or speed wrote",
     "step": "plain decode, draft step, verify step and round on weights of true shapes",
+    "profile": "a round's device time by kind of kernel and by stage, beside plain decoding",
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }

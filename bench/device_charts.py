@@ -1,4 +1,4 @@
-"""Charts of what a device does: times of steps against their floor."""
+"""Charts of what a device does: times of steps against their floor, shares of a profile."""
 
 from __future__ import annotations
 
@@ -57,4 +57,26 @@ def _place(line: Line) -> str:
     return f"{line['implementation']}\nbatch {shape['batch']}\n{shape['cached']:,} rows"
 
 
-CHARTS: dict[str, Callable[[Any], Figure]] = {"step_chart": step_chart}
+def profile_chart(lines: Sequence[Line]) -> Figure:
+    """Milliseconds a round by class and by stage, one stacked bar a program."""
+    figure = Figure(figsize=(8, 1.6 + 0.5 * len(lines)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, key, title in zip(panels, ("classes", "stages"), ("kernel", "stage"), strict=True):
+        ends = [0.0] * len(lines)
+        for index, name in enumerate(lines[0][key]):
+            widths = [line[key][name] / 1e3 for line in lines]
+            axes.barh(range(len(lines)), widths, left=ends, color=COLOURS[index], label=name)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        axes.set_title(f"by {title}", fontsize=9)
+        axes.set_xlabel("ms of device time a round")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=6, ncols=2)
+    panels[0].set_yticks(range(len(lines)), [line["name"].replace("_", " ") for line in lines])
+    panels[0].invert_yaxis()
+    return figure
+
+
+CHARTS: dict[str, Callable[[Any], Figure]] = {
+    "step_chart": step_chart,
+    "profile_chart": profile_chart,
+}

@@ -29,7 +29,6 @@ _LOOP_PARTS = re.compile(r"(body|condition)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_OPERAND = re.compile(r"(?:[a-z]\w*\[[^ ]* )?%?([\w.\-]+)")  # its shape may stand before it
 _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 
@@ -58,6 +57,14 @@ class Instruction:
     def called(self) -> list[str]:
         names = [re.findall(r"[\w.\-]+", group) for group in _CALLED.findall(self.rest)]
         return [name for group in names for name in group]
+
+    @property
+    def operands(self) -> list[str]:
+        end, depth = 0, 1
+        while depth:
+            depth += (self.rest[end] in "([{") - (self.rest[end] in ")]}")
+            end += 1
+        return re.findall(r"%([\w.\-]+)", self.rest[: end - 1])
 
     @property
     def sizes(self) -> list[int]:
@@ -101,10 +108,7 @@ class Program:
         by_name = {one.name: one for one in body}
         last = next(one for one in body if one.is_root)
         while last.opcode == "bitcast":
-            operand = _OPERAND.match(last.rest)
-            if operand is None or operand[1] not in by_name:
-                break
-            last = by_name[operand[1]]
+            last = by_name[last.operands[0]]
         return last
 
     def launches(self, name: str) -> int:

@@ -6,17 +6,17 @@ platform without kernel records the host's clock is read instead.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from bench.trace import record_events
 
 ROTATED_BYTES = 150_000_000  # an H200 caches 60 MB
 
@@ -33,28 +33,6 @@ class Timing:
 def sets_needed(bytes_a_set: int) -> int:
     """Return how many operand sets rotate: at least two."""
     return max(2, -(-ROTATED_BYTES // bytes_a_set))
-
-
-def _kernel_durations(folder: Path) -> dict[str, list[float]]:
-    """Read a profile's device events: kernel -> microseconds of each run."""
-    durations: dict[str, list[float]] = defaultdict(list)
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    durations[event.name].append(event.duration_ns / 1e3)
-    return durations
-
-
-def _options() -> Any:
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = 0
-    options.python_tracer_level = 0
-    return options
 
 
 def measure(
@@ -79,12 +57,9 @@ def measure(
         begin = time.perf_counter()
         run(repeats)
         return Timing((time.perf_counter() - begin) / repeats * 1e6, {}, 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=_options()):
-            run(repeats)
-        durations = _kernel_durations(Path(folder))
-    if not durations:
-        raise RuntimeError("the profile holds no kernels: the device's tracer did not start")
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in record_events(lambda: run(repeats)):
+        durations[event.name].append(event.time_us)
     kernels = {name: median(runs) * len(runs) / repeats for name, runs in durations.items()}
     calls = sum(len(runs) for runs in durations.values()) / repeats
     return Timing(sum(kernels.values()), kernels, calls)

@@ -239,7 +239,10 @@ def block_attention(
         raise ValueError(f"{q.shape[1]} rows do not fit a cache of {k_cache.shape[1]} rows")
     objection = kernel_objection(q, k_cache)
     if resolve_implementation(implementation, unsupported=objection) == "xla":
-        return block_attention_reference(q, k_cache, v_cache, start, causal=causal, window=window)
+        with jax.named_scope("block_attention"):
+            return block_attention_reference(
+                q, k_cache, v_cache, start, causal=causal, window=window
+            )
     config = config or choose_config(q.shape, k_cache.shape[2])
     return block_attention_kernel(
         q, k_cache, v_cache, start, causal=causal, window=window, config=config
