@@ -5,6 +5,7 @@ What a step makes goes into the next one: XLA can neither lift work out of the l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from bench import hlo
 from bench.models import plain
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
+from dspark_jax.sharding import abstract_state, settle, use_mesh
 from dspark_jax.state import MAX_ROUNDS, DecodeState, Params, Proposal
 
 REPEATS, CALLS = 5, 2  # median over chains of calls of MAX_ROUNDS steps each
@@ -47,7 +51,8 @@ def draft_steps(
         return replace(state, anchor=anchor, context=context), proposal.probs
 
     laws = jnp.zeros_like(_proposal(config, params, state).probs)
-    return jax.lax.fori_loop(0, times, step, (state, laws))
+    state, laws = jax.lax.fori_loop(0, times, step, (state, laws))
+    return settle(state), laws
 
 
 @entry
@@ -61,7 +66,7 @@ def verify_steps(
         return decode.verify_step.__wrapped__(config, params, state, proposal)[0]
 
     state = jax.lax.fori_loop(0, times, step, state)
-    return state, state.anchor
+    return settle(state), settle(state.anchor)
 
 
 def _proposal(config: ModelConfig, params: Params, state: DecodeState) -> Proposal:
@@ -93,35 +98,41 @@ class Loop:
     config: ModelConfig
     run: Callable[[DecodeState, Any], tuple[DecodeState, Any]]
     program: hlo.Program
+    mesh: Mesh | None = None
 
 
 def compile_loops(
-    config: ModelConfig, params: Params, batch: int, names: Iterable[str] = ENTRIES
+    config: ModelConfig,
+    params: Params,
+    batch: int,
+    names: Iterable[str] = ENTRIES,
+    mesh: Mesh | None = None,
 ) -> list[Loop]:
     """Trace the named steps one after the other, then compile them side by side."""
     lowered = []
     for name in names:
         own = plain(config) if name == "plain_decode" else config
         weights = params if own.draft else {"target": params["target"]}
-        state = jax.eval_shape(partial(decode.init_state, own, batch))
-        lowered.append((name, own, weights, ENTRIES[name].lower(own, weights, state, jnp.int32(1))))
+        state = abstract_state(partial(decode.init_state, own, batch), mesh)
+        with use_mesh(mesh):
+            loop = ENTRIES[name].lower(own, weights, state, np.int32(1))
+        lowered.append((name, own, weights, loop))
     with ThreadPoolExecutor(len(lowered)) as pool:  # XLA compiles outside the interpreter's lock
         compiled = list(pool.map(lambda one: one[-1].compile(), lowered))
     return [
-        Loop(name, own, partial(program, weights), hlo.parse(program.as_text()))
+        Loop(name, own, partial(program, weights), hlo.parse(program.as_text()), mesh)
         for (name, own, weights, _), program in zip(lowered, compiled, strict=True)
     ]
 
 
 def rewind(state: DecodeState, cached: int) -> DecodeState:
     """The same caches with `cached` rows each, of which a full block waits as context."""
-    fill = partial(jnp.full, state.cached.shape)
     _, rows, width = state.context.features.shape
     return replace(
         state,
-        cached=fill(cached, jnp.int32),
-        done=fill(False, bool),
-        context_len=fill(min(cached, rows) if width else 0, jnp.int32),
+        cached=jnp.full_like(state.cached, cached),
+        done=jnp.zeros_like(state.done),
+        context_len=jnp.full_like(state.context_len, min(cached, rows) if width else 0),
     )
 
 
@@ -133,7 +144,7 @@ def wall(
     With `read` the host reads what each call emitted before it makes the next.
     """
     times = []
-    count = jnp.int32(rounds)
+    count = np.int32(rounds)
     for repetition in range(REPEATS + 1):  # the first warms up
         state = rewind(state, cached)
         jax.block_until_ready(state)
@@ -170,9 +181,10 @@ def idle_shares(
 
 
 def matrix_sizes(trees: Sequence[Any], least: int = 4096) -> set[int]:
-    """Elements of the arrays of two and more axes, small ones left out: weights, caches."""
-    leaves = jax.tree.leaves(trees)
-    return {x.size for x in leaves if x.ndim > 1 and x.size >= least}
+    """Elements on a device of arrays of two and more axes, the large ones: weights, caches."""
+    leaves = [x for x in jax.tree.leaves(trees) if x.ndim > 1]
+    sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in leaves}
+    return {size for size in sizes if size >= least}
 
 
 def inspect(loop: Loop, params: Params, state: DecodeState) -> dict[str, Any]:

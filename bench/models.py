@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dspark_jax.config import (
     DecodeConfig,
@@ -21,6 +23,7 @@ from dspark_jax.config import (
 from dspark_jax.decode import init_state
 from dspark_jax.draft import Draft
 from dspark_jax.layers import abstract_params
+from dspark_jax.sharding import make_state, param_shardings
 from dspark_jax.state import DecodeState, KVCache, Params
 from dspark_jax.target import Target
 
@@ -90,29 +93,43 @@ def _keys() -> Iterator[jax.Array]:
         yield one
 
 
-def random_params(config: ModelConfig) -> Params:
-    """Random weights; norms are one, so that activations stay finite through any depth."""
+def random_params(config: ModelConfig, mesh: Mesh | None = None) -> Params:
+    """Random weights; norms are one, so that activations stay finite through any depth.
+
+    On a mesh each is born in its parts: no device ever holds what it will not keep.
+    """
     keys = _keys()
 
-    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def fill(leaf: jax.ShapeDtypeStruct, place: Any = None) -> jax.Array:
         if len(leaf.shape) == 1:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        return _normal(next(keys), leaf.shape, leaf.dtype.name)
+            return jnp.ones(leaf.shape, leaf.dtype, device=place)
+        if place is None:
+            return _normal(next(keys), leaf.shape, leaf.dtype.name)
+        draw = jax.jit(_normal, static_argnums=(1, 2), out_shardings=place)
+        return draw(next(keys), leaf.shape, leaf.dtype.name)
 
     shapes = {"target": abstract_params(Target, config.target, config.dtype)}
     if config.draft:
         shapes["draft"] = abstract_params(Draft, config.draft, config.dtype)
-    return jax.tree_util.tree_map_with_path(fill, shapes)
+    places = (param_shardings(shapes, mesh),) if mesh else ()
+    return jax.tree.map(fill, shapes, *places)
 
 
-def filled_state(config: ModelConfig, batch: int, cached: int) -> DecodeState:
+def filled_state(
+    config: ModelConfig, batch: int, cached: int, mesh: Mesh | None = None
+) -> DecodeState:
     """A state whose rows all run with `cached` random rows in their caches."""
+    return make_state(partial(_fill_state, config, batch, cached), mesh)
+
+
+def _fill_state(config: ModelConfig, batch: int, cached: int) -> DecodeState:
     keys = _keys()
     state = init_state(config, batch)
 
     def random(zeros: jax.Array) -> jax.Array:
         shape, dtype = zeros.shape, zeros.dtype.name
-        zeros.delete()  # two caches at a time would be one too many
+        if not isinstance(zeros, jax.core.Tracer):  # a program for a mesh makes none
+            zeros.delete()  # two caches at a time would be one too many
         return _normal(next(keys), shape, dtype)
 
     def fill(cache: KVCache) -> KVCache:
@@ -130,4 +147,6 @@ def filled_state(config: ModelConfig, batch: int, cached: int) -> DecodeState:
 
 
 def tree_bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes of arrays on each device that holds them."""
+    shapes = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shapes)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,7 @@ from dspark_jax.cache import cache_bytes
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.loading import load, ran_by
+from dspark_jax.sharding import DATA, TENSOR, check_divisible, device_share, make_mesh
 from dspark_jax.state import DecodeState, Params
 from pallas_kernels.platform import default_device, resolve_implementation
 
@@ -34,8 +36,12 @@ ROOM = 512  # cache rows that a chain of calls may add
 Line = dict[str, Any]
 
 
-def step_bytes(config: ModelConfig, params: Params, batch: int, cached: int) -> dict[str, int]:
-    """Bytes that each step must read once: weights, Markov matrix per slot, cache rows."""
+def step_bytes(
+    config: ModelConfig, params: Params, batch: int, cached: int, mesh: Mesh | None = None
+) -> dict[str, int]:
+    """Bytes that each device must read once a step: weights, Markov matrix per slot, cache rows."""
+    head_rows = config.target.vocab_size // (mesh.shape[TENSOR] if mesh else 1)
+    config, batch = device_share(config, batch, mesh)
     itemsize = jnp.dtype(config.dtype).itemsize
     target = tree_bytes(params["target"])
     if not config.target.tied:  # an embedding is read a few rows at a time, a head whole
@@ -50,7 +56,7 @@ def step_bytes(config: ModelConfig, params: Params, batch: int, cached: int) -> 
         draft = tree_bytes(weights) - tree_bytes(heads.get("markov_w1", {})) - w2
         draft -= tree_bytes(weights.get("embed_tokens", {}))
         if not draft_network.own_head:
-            draft += config.target.vocab_size * draft_network.layers.hidden_size * itemsize
+            draft += head_rows * draft_network.layers.hidden_size * itemsize
         rows = cache_bytes(draft_network.layers, batch, cached, itemsize)
         found["draft_step"] = draft + w2 * config.decode.num_drafts + rows
         found["round"] = found["draft_step"] + found["verify_step"]
@@ -62,12 +68,13 @@ def measure(
 ) -> list[Line]:
     """Records of every loop at a batch and each number of cached rows; `rate` is bytes a second.
 
-    A state serves all loops of its kind, one kind at a time: two caches need not fit.
+    A state serves all loops of its kind, one kind at a time: two caches need not fit. On a mesh
+    the batch is that of all devices, and bytes and floor are of each.
     """
     batch, lengths = shape
     lines = []
     for own in dict.fromkeys(loop.config for loop in loops):
-        state = filled_state(own, batch, lengths[0])
+        state = filled_state(own, batch, lengths[0], loops[0].mesh)
         for loop in (one for one in loops if one.config == own):
             seen = inspect(loop, params, state)
             for cached in lengths:
@@ -86,7 +93,10 @@ def _record(
     point: tuple[int, int, float],
 ) -> tuple[Line, DecodeState]:
     batch, cached, rate = point
-    moved = step_bytes(loop.config, params, batch, cached)[loop.name]
+    moved = step_bytes(loop.config, params, batch, cached, loop.mesh)[loop.name]
+    shape: dict[str, Any] = {"model": name, "batch": batch, "cached": cached}
+    if loop.mesh:
+        shape["mesh"] = dict(loop.mesh.shape)
     time_us, state = time_step(loop, state, cached)
     floor_us = moved / rate * 1e6
     line = {
@@ -94,7 +104,7 @@ def _record(
         "name": loop.name,
         "implementation": ran_by(loop.config),
         "sampled": loop.config.decode.sampled,
-        "shape": {"model": name, "batch": batch, "cached": cached},
+        "shape": shape,
         "time_us": round(time_us, 1),
         "bytes": moved,
         "floor_us": round(floor_us, 1),
@@ -180,13 +190,18 @@ def describe(line: Line) -> str:
     )
 
 
-def pair(name: str, dtype: Dtype | None, **decoding: Any) -> tuple[ModelConfig, Params]:
+def pair(
+    name: str, dtype: Dtype | None, mesh: Mesh | None = None, **decoding: Any
+) -> tuple[ModelConfig, Params]:
     """A random pair of published shapes, or the embedded one."""
     if name == "embedded":
-        engine = load(dtype=dtype, max_length=decoding["max_length"], max_batch=1)
+        slots = mesh.shape[DATA] if mesh else 1
+        engine = load(dtype=dtype, max_length=decoding["max_length"], max_batch=slots, mesh=mesh)
         return engine.config, engine.params
     config = model_config(name, dtype=dtype or "bfloat16", **decoding)
-    return config, random_params(config)
+    if mesh:
+        check_divisible(config, mesh.shape[DATA], mesh)
+    return config, random_params(config, mesh)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -208,9 +223,21 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LENGTH",
         help=f"acceptance lengths of the derived figures ({PAPER_LENGTH}, the paper's)",
     )
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that split it (1)")
+    add("--data-parallel", type=int, default=1, metavar="N", help="devices that split --batch (1)")
     add("--out", type=Path, metavar="FILE", help="append JSON Lines here")
     add("--chart", type=Path, metavar="FILE", help="times against the floor, .svg or .png")
     return parser
+
+
+def _mesh(options: argparse.Namespace) -> Mesh | None:
+    tensor, data = options.tensor_parallel, options.data_parallel
+    if min(tensor, data) < 1:
+        raise ValueError("--tensor-parallel and --data-parallel must be positive")
+    for batch in options.batch:
+        if batch % data:
+            raise ValueError(f"--data-parallel {data} does not divide --batch {batch}")
+    return make_mesh(tensor, data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,13 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if min(*options.batch, *options.cached) < 1:
         raise ValueError("--batch and --cached must be positive")
+    mesh = _mesh(options)
     if min(options.acceptance) <= 0:
         raise ValueError("--acceptance: an acceptance length is above 0")
     check_chart(options.chart)
     rate = read_bandwidth() if default_device().platform == "gpu" else read_bandwidth(2**26)
     tell(f"{default_device().device_kind}: reads {rate / 1e12:.3f} TB/s")
     length = max(options.cached) + ROOM
-    config, params = pair(options.model, options.dtype, max_length=length)
+    config, params = pair(options.model, options.dtype, mesh, max_length=length)
     lines = []
     for wanted in options.implementation:
         resolve_implementation(wanted)
@@ -236,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         fitted = replace(config, decode=replace(config.decode, **switches))
         for batch in options.batch:
-            loops = compile_loops(fitted, params, batch, options.step)
+            loops = compile_loops(fitted, params, batch, options.step, mesh)
             found = measure(options.model, loops, params, (batch, options.cached), rate)
             derive(found, options.acceptance)
             append_lines(found, options.out)

@@ -22,6 +22,7 @@ from convert.sources import DraftSource, Source, TargetSource
 Dtype = Literal["float32", "bfloat16"]
 Progress = Callable[[int, int], None]
 Params = dict[str, Any]
+Place = Callable[[str, np.ndarray], jax.Array]  # a parameter's name and host buffer -> device
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ALIGNMENT = 64  # what the CPU backend needs to take a buffer over without a copy
 
@@ -33,28 +34,38 @@ def param_bytes(source: Source, dtype: Dtype) -> int:
 
 
 def load_target_params(
-    source: TargetSource, dtype: Dtype, progress: Progress | None = None
+    source: TargetSource,
+    dtype: Dtype,
+    progress: Progress | None = None,
+    place: Place | None = None,
 ) -> Params:
-    """Read the target's parameters onto the default device as a nested dict.
+    """Read the target's parameters as a nested dict, onto the default device or as `place` says.
 
     `progress(done, total)` counts loaded bytes. Raises CheckpointError with every tensor that is
     not finite, and where a stored head differs from the embedding it is tied to.
     """
-    return _load(source, dtype, progress)
+    return _load(source, dtype, progress, place or _on_default_device)
 
 
 def load_draft_params(
-    source: DraftSource, dtype: Dtype, progress: Progress | None = None
+    source: DraftSource,
+    dtype: Dtype,
+    progress: Progress | None = None,
+    place: Place | None = None,
 ) -> Params:
-    """Read the draft's parameters onto the default device as a nested dict.
+    """Read the draft's parameters as a nested dict, onto the default device or as `place` says.
 
     An embedding or head that `source.config` does not own is left out: the target's serves.
     `draft_to_target` holds absolute target ids. Raises as `load_target_params` does.
     """
-    return _load(source, dtype, progress)
+    return _load(source, dtype, progress, place or _on_default_device)
 
 
-def _load(source: Source, dtype: Dtype, progress: Progress | None) -> Params:
+def _on_default_device(name: str, buffer: np.ndarray) -> jax.Array:
+    return jax.device_put(buffer)
+
+
+def _load(source: Source, dtype: Dtype, progress: Progress | None, place: Place) -> Params:
     problems = _held_against(source)
     raise_problems(problems, str(source.folder))
     total, done = param_bytes(source, dtype), 0
@@ -73,7 +84,7 @@ def _load(source: Source, dtype: Dtype, progress: Progress | None) -> Params:
         else:
             buffer = _assemble(source.tensors, entry, DTYPES[dtype], report, problems)
         if not problems:  # after a problem the rest is only checked
-            put(params, name, jax.block_until_ready(jax.device_put(buffer)))
+            put(params, name, jax.block_until_ready(place(name, buffer)))
         del buffer
     raise_problems(problems, str(source.folder))
     return params

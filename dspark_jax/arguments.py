@@ -43,6 +43,8 @@ LOAD_FLAGS = (
     "mask_token_id",
     "sample_from_anchor",
     "target_layer_ids",
+    "tensor_parallel",
+    "data_parallel",
 )
 
 
@@ -66,6 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), help="default: by device")
     add("--max-length", type=int, default=4096, metavar="N", help="prompt and output (4096)")
     add("--implementation", choices=("auto", "pallas", "xla"), default="auto", help="of kernels")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that split it (1)")
+    add("--data-parallel", type=int, default=1, metavar="N", help="devices that split prompts (1)")
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     add(

@@ -8,8 +8,11 @@ refuse_shadows("convert")  # before the imports below could run a stranger's fil
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
+
+from jax.sharding import Mesh
 
 from convert import apply, store
 from convert.hub import resolve_folder
@@ -23,6 +26,7 @@ from convert.packaging import (
 )
 from convert.tokens import stop_token_ids
 from dspark_jax.config import DraftConfig, NgramConfig, TargetConfig
+from dspark_jax.sharding import arrange_params, param_shardings, place_param
 from dspark_jax.state import Params
 
 __all__ = ["EMBEDDED", "Checkpoint", "DraftOverrides", "open_checkpoint"]
@@ -44,7 +48,7 @@ class Checkpoint:
     folder: Path  # tokenizer and generation settings
     stop_ids: tuple[int, ...]
     warnings: tuple[str, ...]
-    read: Callable[[Dtype, Progress | None], Params]
+    read: Callable[[Dtype, Progress | None, Mesh | None], Params]
     share: Callable[[], Checkpoint] | None = None  # compare the draft's copies with the target's
 
 
@@ -94,15 +98,19 @@ def _refuse_overrides(overrides: DraftOverrides, reason: str) -> None:
 
 
 def _pair(target: TargetSource, draft: DraftSource | None) -> Checkpoint:
-    def read(dtype: Dtype, progress: Progress | None) -> Params:
+    def read(dtype: Dtype, progress: Progress | None, mesh: Mesh | None) -> Params:
         sizes = [apply.param_bytes(source, dtype) for source in (target, draft) if source]
 
         def advance(before: int) -> Progress | None:
             return progress and (lambda done, _: progress(before + done, sum(sizes)))
 
-        params = {"target": apply.load_target_params(target, dtype, advance(0))}
+        def placed(source: TargetSource | DraftSource) -> apply.Place | None:
+            return partial(place_param, mesh, source.config.layers) if mesh else None
+
+        params = {"target": apply.load_target_params(target, dtype, advance(0), placed(target))}
         if draft:
-            params["draft"] = apply.load_draft_params(draft, dtype, advance(sizes[0]))
+            read_draft = apply.load_draft_params
+            params["draft"] = read_draft(draft, dtype, advance(sizes[0]), placed(draft))
         return params
 
     return Checkpoint(
@@ -118,8 +126,15 @@ def _pair(target: TargetSource, draft: DraftSource | None) -> Checkpoint:
 def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
     header = store.read_store(folder)
 
-    def read(dtype: Dtype, progress: Progress | None) -> Params:
-        return store.restore(folder, dtype=dtype, draft=with_draft)[0]
+    def read(dtype: Dtype, progress: Progress | None, mesh: Mesh | None) -> Params:
+        if mesh is None:
+            return store.restore(folder, dtype=dtype, draft=with_draft)[0]
+        places = param_shardings(store.abstract_params(header, dtype), mesh)
+        params, _ = store.restore(folder, dtype=dtype, draft=with_draft, sharding=places)
+        layers = {"target": header.target.layers}
+        if header.draft:
+            layers["draft"] = header.draft.layers
+        return {name: arrange_params(tree, layers[name]) for name, tree in params.items()}
 
     return Checkpoint(
         target=header.target,

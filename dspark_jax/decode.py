@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.cache import allocate, capacity, read_slot, write_slot
+from dspark_jax.cache import allocate, capacity, read_slot, take_slot, write_slot
 from dspark_jax.config import ModelConfig
 from dspark_jax.controls import adjust, admit_controls, count_generated, init_controls, mark_prompt
 from dspark_jax.drafters import drafter_of, taps_of
 from dspark_jax.layers import bind
 from dspark_jax.sampling import draw_token, report_logprobs
+from dspark_jax.sharding import DATA, axis_size, constrain, settle
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
@@ -38,7 +39,15 @@ from dspark_jax.state import (
 from dspark_jax.target import Target
 from dspark_jax.verify import is_stop, verify
 
-entry: Callable[..., Any] = partial(jax.jit, static_argnums=0, donate_argnames=("state",))
+
+def entry(function: Callable[..., Any]) -> Any:
+    """A jitted entry point. On a mesh (`jax.set_mesh`) its results stay where they belong."""
+
+    @wraps(function)
+    def placed(*arguments: Any, **named: Any) -> Any:
+        return settle(function(*arguments, **named))
+
+    return jax.jit(placed, static_argnums=0, donate_argnames=("state",))
 
 
 def init_state(config: ModelConfig, batch: int) -> DecodeState:
@@ -117,22 +126,26 @@ def prefill(
     if config.decode.implementation == "pallas":
         # The kernels take up to 16 rows; a chunk is a matter of matmuls and takes the reference.
         config = replace(config, decode=replace(config.decode, implementation="auto"))
-    start = state.cached[slot][None]
+    parts = axis_size(DATA)  # each part of the slots runs the chunk, one of them for its slot
+    start, counts = (jnp.broadcast_to(x, (parts,)) for x in (state.cached[slot], count))
+    chunk = jnp.broadcast_to(tokens, (parts, *tokens.shape))
     target = _target(config, params)
     with jax.named_scope("prefill"):
         hidden, tapped, part = target(
-            tokens[None],
+            chunk,
             read_slot(state.target, slot),
             start,
             taps_of(config),
             config.decode.implementation,
         )
         target_cache = write_slot(state.target, part, slot)
-        rows = ContextRows(tokens=tokens[None], features=tapped)
+        rows = ContextRows(tokens=chunk, features=tapped)
         own = drafter_of(config).absorb(
-            config, params, read_slot(state.draft, slot), rows, start, count[None]
+            config, params, read_slot(state.draft, slot), rows, start, counts
         )
-        logits = target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1)
+        logits = target.logits(take_slot(hidden, slot, state.cached.shape[0]))
+        logits = constrain(logits, "- T -")
     cached = state.cached[slot] + count
     first, controls = _draw_first(config, logits, state, slot, tokens, count)
     stopped = is_stop(first[None, None], state.stop_ids[slot][None])[0, 0]

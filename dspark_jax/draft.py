@@ -8,6 +8,7 @@ overwritten by the next round's context, so the cache keeps context rows only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from dspark_jax.sampling import (
     stream_keys,
     token_law,
 )
+from dspark_jax.sharding import CACHE, constrain, per_device, spec
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
 from pallas_kernels.context_kv import context_kv
 
@@ -89,17 +91,14 @@ class Draft(nnx.Module):
         if layers.qk_norm:
             norms = jnp.stack([layer.self_attn.k_norm.weight[...] for layer in self.layers])
         positions = start[:, None] + jnp.arange(rows.shape[1])
-        keys, values = context_kv(
-            self.context_kv(rows),
-            norms,
-            *rope_table(layers.rope, layers.head_dim, positions),
-            cache.k,
-            cache.v,
-            start,
-            count,
-            eps=layers.norm_eps,
-            implementation=implementation,
+        rope = rope_table(layers.rope, layers.head_dim, positions)
+        slots, caches = spec("B"), spec(CACHE)
+        write = per_device(
+            partial(context_kv, eps=layers.norm_eps, implementation=implementation),
+            (spec("B T K"), spec("-"), slots, slots, caches, caches, slots, slots),
+            (caches, caches),
         )
+        keys, values = write(self.context_kv(rows), norms, *rope, cache.k, cache.v, start, count)
         return KVCache(k=tuple(keys), v=tuple(values))
 
     def block(
@@ -168,7 +167,7 @@ def propose(
     decode: DecodeConfig,
 ) -> Proposal:
     """Draw P tokens left to right from the block's hidden states (paper, Markov sampling)."""
-    base = project(hidden, head, jnp.float32)
+    base = constrain(project(hidden, head, jnp.float32), "B P -")
     places = None
     if 0 < decode.draft_top_k < base.shape[-1]:
         base, places = jax.lax.top_k(base, decode.draft_top_k)

@@ -7,10 +7,12 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import metrics
@@ -19,6 +21,7 @@ from dspark_jax.decode import init_state
 from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import Chunk, Result, SamplingParams
 from dspark_jax.scheduler import Request, Scheduler
+from dspark_jax.sharding import DATA, make_state
 from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, FirstToken, Params, Rounds
 from dspark_jax.text import TextStream, Tokenizer
 
@@ -40,7 +43,8 @@ Prompt = str | Sequence[int]
 class Engine:
     """A target, its draft (or none) and everything needed to continue prompts with them.
 
-    `params` is {"target": ..., "draft": ...} in the dtype of `config`. `stop_ids` are the model's
+    `params` is {"target": ..., "draft": ...} in the dtype of `config`, placed on `mesh` where there
+    is one. `stop_ids` are the model's
     own stop tokens. Without a tokenizer prompts must be ids and every text is empty. `defaults`
     apply where a call names no SamplingParams. `report` is told once when the draft's acceptance
     length stays under 1.3 over 50 rounds and more. One call at a time: a stream must be finished or
@@ -57,6 +61,7 @@ class Engine:
         max_batch: int = 8,
         defaults: SamplingParams | None = None,
         report: Callable[[str], None] = warnings.warn,
+        mesh: Mesh | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -66,7 +71,8 @@ class Engine:
         self.stop_ids = tuple(stop_ids)
         self.max_batch = max_batch
         self.defaults = defaults or SamplingParams()
-        self._programs = Programs(config, params)
+        self.mesh = mesh
+        self._programs = Programs(config, params, mesh)
         self._kept: tuple[tuple[int, bool], DecodeState] | None = None  # between turns, by shape
         self._busy = False
         self._report: Callable[[str], None] | None = report if config.draft else None
@@ -173,7 +179,7 @@ class Engine:
     def _serve_turn(
         self, turn: Sequence[Request], scheduler: Scheduler, rounds: int
     ) -> Iterator[None]:
-        tier = Tier.of(turn, self.max_batch)
+        tier = Tier.of(turn, self.max_batch, self.mesh.shape[DATA] if self.mesh else 1)
         new = self._programs.compile_missing(tier)
         state = self._take_state(tier)
         if new:
@@ -203,7 +209,8 @@ class Engine:
         if kept is not None and kept[0] == (tier.batch, tier.controls):
             return kept[1]
         del kept  # its memory must be free before the new one takes its own
-        return init_state(tier.configure(self.config), tier.batch)
+        build = partial(init_state, tier.configure(self.config), tier.batch)
+        return make_state(build, self.mesh)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
         ids = self._encode(name, prompt)

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import LayersConfig, RopeConfig
+from dspark_jax.sharding import CACHE, per_device, spec
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.qkv_write import qkv_write
 from pallas_kernels.rotary import normalize_heads as rms_norm
@@ -157,22 +158,25 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Write the T rows at `start`, attend over everything up to them (`mask`: see the op)."""
         config = self.config
-        batch, count, _ = x.shape
         norms: tuple[Any, Any] = (None, None)
         if config.qk_norm:
             norms = (self.q_norm.weight[...], self.k_norm.weight[...])
-        q, k_cache, v_cache = qkv_write(
-            self.qkv_proj(x),
-            *norms,
-            *rope,
-            k_cache,
-            v_cache,
-            start,
-            eps=config.norm_eps,
-            implementation=mask["implementation"],
+
+        def attend(*operands: Any) -> tuple[Array, Array, Array]:
+            written = qkv_write(
+                *operands, eps=config.norm_eps, implementation=mask["implementation"]
+            )
+            out = block_attention(*written, operands[-1], **mask)
+            return out.reshape(*out.shape[:2], -1), *written[1:]
+
+        rows, cache, slots, whole = spec("B T N"), spec(CACHE), spec("B"), spec("-")
+        attend = per_device(
+            attend,
+            (rows, whole, whole, slots, slots, cache, cache, slots),
+            (rows, cache, cache),
         )
-        out = block_attention(q, k_cache, v_cache, start, **mask)
-        return self.o_proj(out.reshape(batch, count, -1)), k_cache, v_cache
+        out, k_cache, v_cache = attend(self.qkv_proj(x), *norms, *rope, k_cache, v_cache, start)
+        return self.o_proj(out), k_cache, v_cache
 
 
 class MLP(nnx.Module):
@@ -183,8 +187,12 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        def gated(gate_up: Array) -> Array:
+            gate, up = jnp.split(gate_up, 2, axis=-1)
+            return jax.nn.silu(gate) * up
+
+        gated = per_device(gated, [spec("B T F")], spec("B T F"))
+        return self.down_proj(gated(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nnx.Module):

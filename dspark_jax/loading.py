@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
+
+from jax.sharding import Mesh
 
 # First of ours: it refuses a stranger's `convert` before anything could run it.
 from dspark_jax.checkpoints import (
@@ -24,6 +26,7 @@ from dspark_jax.engine import Engine
 from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
 from dspark_jax.request import SamplingParams
+from dspark_jax.sharding import DATA, TENSOR, adopt_mesh, check_divisible, make_mesh
 from dspark_jax.text import Tokenizer, open_tokenizer
 from pallas_kernels.platform import default_device, describe_device, resolve_implementation
 
@@ -44,7 +47,7 @@ LOOKUP_IGNORES = ("draft_sampling", "draft_top_k", "draft_truncation")  # of DRA
 # What each option of `load` must be, and those among them that may be None.
 INTEGERS = (
     *("max_length", "max_batch", "draft_top_k", "num_speculative_tokens", "prefill_chunk"),
-    *("block_size", "mask_token_id"),
+    *("block_size", "mask_token_id", "tensor_parallel", "data_parallel"),
 )
 SWITCHES = ("draft_truncation", "use_generation_config", "ceiling", "sample_from_anchor")
 OPTIONAL = (
@@ -76,6 +79,9 @@ def load(
     mask_token_id: int | None = None,
     sample_from_anchor: bool | None = None,
     target_layer_ids: Sequence[int] | None = None,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    mesh: Mesh | None = None,
     report: Report | None = None,
     progress: Progress | None = None,
 ) -> Engine:
@@ -99,6 +105,8 @@ def load(
     use_generation_config: take sampling defaults from the checkpoint's generation_config.json.
     block_size, mask_token_id, sample_from_anchor, target_layer_ids: settle what the draft's file
         cannot, or has wrong.
+    tensor_parallel, data_parallel: devices that split heads, MLP width and vocabulary, and slots.
+    mesh: these devices as a mesh of the caller's, with the axes "tensor" and "data".
     report: called with lines for a reader; the first names device, dtype, implementation and
         memory. progress: called with (bytes loaded, bytes in all).
 
@@ -132,48 +140,74 @@ def load(
     if implementation == "pallas" and kind != "bfloat16":
         raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
-    return _build(
-        checkpoint, config, max_length, max_batch, use_generation_config, report, progress
-    )
+    place = _mesh(mesh, tensor_parallel, data_parallel)
+    options = Options(max_length, max_batch, use_generation_config, place)
+    return _build(checkpoint, config, options, report, progress)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What loading itself needs of the options of `load`."""
+
+    asked_length: int
+    max_batch: int
+    use_generation_config: bool
+    mesh: Mesh | None
+
+
+def _mesh(mesh: Mesh | None, tensor: int, data: int) -> Mesh | None:
+    if mesh is None:
+        return make_mesh(tensor, data)
+    if (tensor, data) != (1, 1):
+        raise ValueError("mesh brings its own sizes; leave tensor_parallel and data_parallel out")
+    return adopt_mesh(mesh)
 
 
 def _build(
     checkpoint: Checkpoint,
     config: ModelConfig,
-    asked_length: int,
-    max_batch: int,
-    use_generation_config: bool,
+    options: Options,
     report: Report | None,
     progress: Progress | None,
 ) -> Engine:
     """Hold the least memory it can take against the device, then read what is large."""
     tell = report or (lambda line: None)
     warn = (lambda line: report(f"warning: {line}")) if report else warnings.warn
-    device = default_device()
-    plan = check_memory(config, max_batch, free_memory(device))
+    device, mesh, max_batch = default_device(), options.mesh, options.max_batch
+    if mesh:
+        check_divisible(config, max_batch, mesh)
+    plan = check_memory(config, max_batch, free_memory(device), mesh)
     if checkpoint.share:
         checkpoint = checkpoint.share()
         config = replace(config, draft=checkpoint.draft)
-        plan = check_memory(config, max_batch, free_memory(device))
+        plan = check_memory(config, max_batch, free_memory(device), mesh)
     decode = config.decode
-    tell(f"{describe_device(device)}, {config.dtype}, {ran_by(config)}, memory {plan}")
+    tell(f"{_devices(device, mesh)}, {config.dtype}, {ran_by(config)}, memory {plan}")
     for warning in checkpoint.warnings:
         warn(warning)
-    if asked_length > decode.max_length:
+    if options.asked_length > decode.max_length:
         tell(f"note: max_length is cut to the model's own limit, {decode.max_length}")
-    defaults = _sampling_defaults(checkpoint.folder, use_generation_config, tell)
+    defaults = _sampling_defaults(checkpoint.folder, options.use_generation_config, tell)
     tokenizer = open_tokenizer(checkpoint.folder)
     if tokenizer is None:
         tell(f"note: {checkpoint.folder} has no tokenizer: prompts must be token ids")
     return Engine(
         config,
-        checkpoint.read(config.dtype, progress),
+        checkpoint.read(config.dtype, progress, mesh),
         tokenizer,
         checkpoint.stop_ids or _tokenizer_stop(tokenizer),
         max_batch=max_batch,
         defaults=defaults,
         report=warn,
+        mesh=mesh,
     )
+
+
+def _devices(device: Any, mesh: Mesh | None) -> str:
+    name = describe_device(device)
+    if mesh is None:
+        return name
+    return f"{name} (tensor {mesh.shape[TENSOR]} x data {mesh.shape[DATA]}, each)"
 
 
 def ran_by(config: ModelConfig) -> str:
@@ -242,7 +276,7 @@ def _check_kinds(options: Mapping[str, Any]) -> None:
             kind = "a list of integers"
         if kind:
             raise ValueError(f"{name} must be {kind}, got {value!r}")
-    for name in ("max_batch", "prefill_chunk"):
+    for name in ("max_batch", "prefill_chunk", "tensor_parallel", "data_parallel"):
         if options[name] is not None and options[name] < 1:
             raise ValueError(f"{name} must be at least 1, got {options[name]}")
 

@@ -7,6 +7,7 @@ row into a correction of the slot's base logits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DraftConfig
 from dspark_jax.layers import Embedding, Linear, matmul_precision, project
+from dspark_jax.sharding import per_device, spec
 from pallas_kernels.markov_walk import markov_walk
 
 Choose = Callable[[Any, Array], tuple[Array, Array]]  # (slot, logits) -> (place, law)
@@ -87,7 +89,13 @@ def walk(
     batch, count, _ = base.shape
     if greedy is not None and head is not None and head.kind == "vanilla":
         weights = (head.markov_w1.weight[...], head.markov_w2.weight[...])
-        tokens, logits = markov_walk(base, *weights, anchor, implementation=greedy)
+        slots, whole = spec("B"), spec("-")
+        greedy_walk = per_device(
+            partial(markov_walk, implementation=greedy),
+            (slots, whole, whole, slots),
+            (slots, slots),
+        )
+        tokens, logits = greedy_walk(base, *weights, anchor)
         return tokens, jnp.zeros((batch, count, 0), jnp.float32), logits
 
     def step(carry: tuple[Array, Array], slot: Array) -> tuple[Any, Any]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dspark_jax.cache import cache_bytes, capacity
 from dspark_jax.config import LayersConfig, ModelConfig
 from dspark_jax.draft import Draft
 from dspark_jax.layers import abstract_params
+from dspark_jax.sharding import device_share, param_shardings
 from dspark_jax.target import Target
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -43,36 +45,50 @@ class MemoryPlan:
         )
 
 
-def plan_memory(config: ModelConfig, max_batch: int) -> MemoryPlan:
-    """Sum weights, caches of `max_batch` slots, and an upper bound of the working arrays."""
+def plan_memory(config: ModelConfig, max_batch: int, mesh: Mesh | None = None) -> MemoryPlan:
+    """Sum weights, caches of `max_batch` slots, and an upper bound of the working arrays.
+
+    On a mesh the sums are those of each of its devices.
+    """
+    weights = weight_bytes(config, mesh)
+    config, max_batch = device_share(config, max_batch, mesh)
     rows, size = capacity(config), ITEMSIZE[config.dtype]
     network = config.draft_network
     stacks = [config.target.layers, *([network.layers] if network else [])]
     caches = [cache_bytes(layers, 1, rows, size) for layers in stacks]
     return MemoryPlan(
-        weights=weight_bytes(config),
+        weights=weights,
         cache=max_batch * sum(caches),
         workspace=sum(caches) + max(_prefill_bytes(config), _round_bytes(config, max_batch)),
     )
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    """Bytes of both networks' parameters; what the draft borrows from the target counts once."""
+def weight_bytes(config: ModelConfig, mesh: Mesh | None = None) -> int:
+    """Bytes of both networks' parameters; what the draft borrows from the target counts once.
+
+    On a mesh those of each of its devices.
+    """
     trees: list[Any] = [abstract_params(Target, config.target, config.dtype)]
     if config.draft_network:
         trees.append(abstract_params(Draft, config.draft_network, config.dtype))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
+    leaves, shapes = jax.tree.leaves(trees), [x.shape for x in jax.tree.leaves(trees)]
+    if mesh is not None:
+        places = jax.tree.leaves(param_shardings(trees, mesh))
+        shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
+    return sum(math.prod(s) * x.dtype.itemsize for s, x in zip(shapes, leaves, strict=True))
 
 
-def check_memory(config: ModelConfig, max_batch: int, free: int | None) -> MemoryPlan:
+def check_memory(
+    config: ModelConfig, max_batch: int, free: int | None, mesh: Mesh | None = None
+) -> MemoryPlan:
     """The plan, where it fits `free` bytes (None: unknown, everything fits).
 
     Raises DeviceMemoryError with the sum, the free memory and the largest max_length that fits.
     """
-    plan = plan_memory(config, max_batch)
+    plan = plan_memory(config, max_batch, mesh)
     if free is None or plan.total <= free:
         return plan
-    longest = largest_max_length(config, max_batch, free)
+    longest = largest_max_length(config, max_batch, free, mesh)
     if longest:
         advice = f"max_length {longest} is the largest that fits"
     elif max_batch > 1:
@@ -85,12 +101,14 @@ def check_memory(config: ModelConfig, max_batch: int, free: int | None) -> Memor
     )
 
 
-def largest_max_length(config: ModelConfig, max_batch: int, free: int) -> int:
+def largest_max_length(
+    config: ModelConfig, max_batch: int, free: int, mesh: Mesh | None = None
+) -> int:
     """The largest max_length whose plan fits `free` bytes; 0 where none does."""
 
     def fits(length: int) -> bool:
         shorter = replace(config, decode=replace(config.decode, max_length=length))
-        return plan_memory(shorter, max_batch).total <= free
+        return plan_memory(shorter, max_batch, mesh).total <= free
 
     low, high = 1, config.decode.max_length  # `low` fits or is below every length, `high` does not
     while high - low > 1:

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
 from dspark_jax.request import MAX_LOGPROBS, SamplingParams
 from dspark_jax.rows import row_settings
 from dspark_jax.scheduler import Request, batch_tier
+from dspark_jax.sharding import abstract_state, use_mesh
 from dspark_jax.state import MAX_ROUNDS, DecodeState, FirstToken, Params, Rounds, RowSettings
 from dspark_jax.text import TextStream
 
@@ -36,12 +38,12 @@ class Tier:
     logprobs: int = 0
 
     @staticmethod
-    def of(requests: Sequence[Request], max_batch: int) -> Tier:
-        """The least tier that serves the requests of a turn."""
+    def of(requests: Sequence[Request], max_batch: int, parts: int = 1) -> Tier:
+        """The least tier that serves the requests of a turn, its slots split in equal parts."""
         params = [request.params for request in requests]
         wanted = max(0 if one.logprobs is None else max(one.logprobs, 1) for one in params)
         return Tier(
-            batch=batch_tier(len(requests), max_batch),
+            batch=-(-batch_tier(len(requests), max_batch) // parts) * parts,
             sampled=not all(one.greedy for one in params),
             controls=any(one.controlled for one in params),
             logprobs=next(tier for tier in LOGPROB_TIERS if tier >= wanted),
@@ -65,14 +67,16 @@ class Programs:
     sampled rows alike, so they are shared by those tiers.
     """
 
-    def __init__(self, config: ModelConfig, params: Params) -> None:
+    def __init__(self, config: ModelConfig, params: Params, mesh: Mesh | None = None) -> None:
         self.config = config
         self._params = params
+        self._mesh = mesh
         self._compiled: dict[tuple[str, Tier], Callable[..., Any]] = {}
 
     def compile_missing(self, tier: Tier) -> bool:
         """Trace and compile what a tier needs and was not compiled before; False: nothing was."""
-        state = jax.eval_shape(partial(decode.init_state, tier.configure(self.config), tier.batch))
+        build = partial(decode.init_state, tier.configure(self.config), tier.batch)
+        state = abstract_state(build, self._mesh)
         slot, chunk = np.int32(0), np.zeros(self.config.decode.prefill_chunk, np.int32)
         row = _row(Request([], SamplingParams(), 0, (), TextStream(None)))
         inputs = {
@@ -80,11 +84,12 @@ class Programs:
             decode.prefill: (self._params, state, slot, chunk, np.int32(0), np.bool_(False)),
             decode.decode_rounds: (self._params, state, np.int32(1)),
         }
-        missing = {
-            key: entry.lower(key[1].configure(self.config), *arguments)
-            for entry, arguments in inputs.items()
-            if (key := _key(entry, tier)) not in self._compiled
-        }
+        with use_mesh(self._mesh):
+            missing = {
+                key: entry.lower(key[1].configure(self.config), *arguments)
+                for entry, arguments in inputs.items()
+                if (key := _key(entry, tier)) not in self._compiled
+            }
         with ThreadPoolExecutor(len(inputs)) as pool:  # XLA compiles outside the interpreter's lock
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._compiled |= zip(missing, compiled, strict=True)

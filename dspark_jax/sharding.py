@@ -1,0 +1,253 @@
+"""How parameters and state lie on a mesh of devices: one table by axis letter.
+
+The mesh has two axes. `tensor` splits heads, MLP width and vocabulary, `data` splits slots; what
+is between is left to XLA's SPMD partitioner. While a program is traced its mesh is jax's own
+context (`jax.set_mesh`); without one everything here is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from dspark_jax.config import DraftConfig, LayersConfig, ModelConfig
+from dspark_jax.state import DecodeState, KVCache, Proposal
+
+DATA, TENSOR = "data", "tensor"
+AXES = {"B": DATA, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
+
+# Parameters that are split, by the end of their module's name; all others are whole on every
+# device (norms, fc, Markov and confidence heads, as in the reference). The first word names the
+# parts that are stacked in the rows, over and over: N and K count heads, and each device holds
+# its own heads of every part.
+TABLE = (
+    ("self_attn.qkv_proj", "NKK D"),
+    ("self_attn.o_proj", "D N"),
+    ("mlp.gate_up_proj", "FF D"),
+    ("mlp.down_proj", "D F"),
+    ("context_kv", "KK D"),
+    ("embed_tokens", "V D"),
+    ("lm_head", "V D"),
+)
+CACHE = "B S K H"
+
+
+def spec(letters: str) -> P:
+    """The partition of an array by its axis letters; a word of several is split as its first."""
+    return P(*(AXES.get(word[0]) for word in letters.split()))
+
+
+# What is decided before a program is traced.
+
+
+def make_mesh(tensor: int, data: int) -> Mesh | None:
+    """A mesh of the first tensor x data devices; None where one device is enough.
+
+    Raises ValueError where there are fewer devices, or where processes would be left without.
+    """
+    devices, count = jax.devices(), tensor * data
+    if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
+        rule = "need" if jax.process_count() == 1 else "must be as many as there are, got"
+        raise ValueError(
+            f"tensor_parallel {tensor} x data_parallel {data} {rule} {count} devices, found"
+            f" {len(devices)}"
+        )
+    if count == 1:
+        return None
+    return Mesh(np.array(devices[:count]).reshape(data, tensor), (DATA, TENSOR))
+
+
+def adopt_mesh(mesh: Mesh) -> Mesh:
+    """A caller's mesh, its axes left to the partitioner; ValueError without the two names."""
+    if set(mesh.axis_names) != {DATA, TENSOR}:
+        raise ValueError(f"mesh must have the axes {DATA} and {TENSOR}, got {mesh.axis_names}")
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * 2)
+
+
+def check_divisible(config: ModelConfig, max_batch: int, mesh: Mesh) -> None:
+    """Raise ValueError with the numbers where a size does not divide over its mesh axis."""
+    tensor, data = mesh.shape[TENSOR], mesh.shape[DATA]
+    sizes = _sizes("the target", config.target.layers)
+    sizes += [("vocabulary", config.target.vocab_size)]
+    if network := config.draft_network:
+        sizes += _sizes("the draft", network.layers)
+        sizes += [("draft vocabulary", network.draft_vocab_size)] if network.own_head else []
+    uneven = [f"{name} {size}" for name, size in sizes if size % tensor]
+    if uneven:
+        raise ValueError(f"tensor_parallel {tensor} does not divide {', '.join(uneven)}")
+    if max_batch % data:
+        raise ValueError(f"data_parallel {data} does not divide max_batch {max_batch}")
+
+
+def _sizes(owner: str, layers: LayersConfig) -> list[tuple[str, int]]:
+    return [
+        (f"query heads of {owner}", layers.num_heads),
+        (f"key heads of {owner}", layers.num_kv_heads),
+        (f"MLP width of {owner}", layers.intermediate_size),
+    ]
+
+
+def device_share(config: ModelConfig, max_batch: int, mesh: Mesh | None) -> tuple[ModelConfig, int]:
+    """What one device of a mesh runs: its heads and MLP columns, and its slots."""
+    if mesh is None:
+        return config, max_batch
+
+    def share(network: Any) -> Any:
+        layers, tensor = network.layers, mesh.shape[TENSOR]
+        part = {
+            name: getattr(layers, name) // tensor
+            for name in ("num_heads", "num_kv_heads", "intermediate_size")
+        }
+        return replace(network, layers=replace(layers, **part))
+
+    draft = share(config.draft) if isinstance(config.draft, DraftConfig) else config.draft
+    config = replace(config, target=share(config.target), draft=draft)
+    return config, max_batch // mesh.shape[DATA]
+
+
+# Parameters.
+
+
+def letters_of(name: str, rank: int) -> str:
+    """The letters of a parameter of `rank` axes; "-" is an axis that stays whole."""
+    module, _, _ = name.rpartition(".")
+    for ending, letters in TABLE:
+        if module == ending or module.endswith("." + ending):
+            return " ".join(letters.split()[:rank])
+    return " ".join("-" * rank)
+
+
+def param_shardings(params: Any, mesh: Mesh) -> Any:
+    """The sharding of every leaf of one network's parameters, or of a tree of networks."""
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, spec(letters_of(_dotted(path), len(leaf.shape))))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def arrange(name: str, value: Array, layers: LayersConfig) -> Array:
+    """Reorder stacked rows so that the equal parts of the rows are what each device is to hold.
+
+    `value` lies as a checkpoint stacks it (all of q, then all of k, then all of v), sharded as it
+    will stay; the result has q, k and v of the first device's heads, then of the second's.
+    """
+    parts = letters_of(name, value.ndim).split()[0]
+    if len(parts) == 1:
+        return value
+    rows = {"N": layers.num_heads * layers.head_dim, "K": layers.num_kv_heads * layers.head_dim}
+    sizes = [rows.get(part, layers.intermediate_size) for part in parts]
+    sizes *= value.shape[0] // sum(sizes)
+    place = value.sharding
+    assert isinstance(place, NamedSharding)
+    interleave = jax.jit(_interleave, static_argnums=(1, 2), out_shardings=place)
+    return interleave(value, tuple(sizes), place.mesh.shape[TENSOR])
+
+
+def _interleave(value: Float[Array, P * D], sizes: tuple[int, ...], count: int) -> Array:
+    bounds = np.cumsum(sizes)[:-1].tolist()
+    parts = [part.reshape(count, -1, *part.shape[1:]) for part in jnp.split(value, bounds)]
+    return jnp.concatenate(parts, axis=1).reshape(value.shape)
+
+
+def place_param(mesh: Mesh, layers: LayersConfig, name: str, value: np.ndarray) -> Array:
+    """One parameter from the host, as a checkpoint stacks it, to its place on the mesh."""
+    sharding = NamedSharding(mesh, spec(letters_of(name, value.ndim)))
+    placed = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return arrange(name, placed, layers)
+
+
+def arrange_params(params: Any, layers: LayersConfig) -> Any:
+    """`arrange` over one network's parameters."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: arrange(_dotted(path), x, layers), params
+    )
+
+
+def _dotted(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+# State.
+
+
+def state_specs(state: Any) -> Any:
+    """Partitions of a state, or of any tree of [B, ...] arrays and caches."""
+
+    def specs(part: Any) -> Any:
+        letters = CACHE if isinstance(part, KVCache) else "B"
+        # jax keeps what holds no element whole, whatever is asked
+        return jax.tree.map(lambda x: spec(letters) if x.size else P(), part)
+
+    return jax.tree.map(specs, state, is_leaf=lambda part: isinstance(part, KVCache))
+
+
+def abstract_state(build: Callable[[], Any], mesh: Mesh | None) -> Any:
+    """Shapes of the state that `build` makes, on a mesh with their shardings."""
+    state = jax.eval_shape(build)
+    if mesh is None:
+        return state
+    return jax.tree.map(
+        lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, part)),
+        state,
+        state_specs(state),
+    )
+
+
+def make_state(build: Callable[[], Any], mesh: Mesh | None) -> Any:
+    """The state that `build` makes, born in its places."""
+    if mesh is None:
+        return build()
+    places = jax.tree.map(lambda x: x.sharding, abstract_state(build, mesh))
+    return jax.jit(build, out_shardings=places)()
+
+
+# Inside a traced program.
+
+
+def use_mesh(mesh: Mesh | None) -> Any:
+    """The context in which programs for a mesh are traced."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def axis_size(axis: str) -> int:
+    """Devices along an axis of the mesh that a program is traced for; 1 without one."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
+
+
+def on_mesh() -> bool:
+    return {DATA, TENSOR} <= set(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def constrain(x: Array, letters: str) -> Array:
+    """`x` split as its letters say: over other axes it is gathered."""
+    return jax.lax.with_sharding_constraint(x, spec(letters)) if on_mesh() else x
+
+
+def per_device(function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
+    """`function` on each device's own parts of its operands, nothing moved between devices."""
+    if not on_mesh():
+        return function
+    return jax.shard_map(function, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+
+
+def settle(outputs: Any) -> Any:
+    """Results of an entry point: state and proposal in their places, the rest for every host."""
+    if not on_mesh():
+        return outputs
+
+    def settled(part: Any) -> Any:
+        stays = isinstance(part, DecodeState | Proposal)
+        specs = state_specs(part) if stays else jax.tree.map(lambda _: P(), part)
+        return jax.lax.with_sharding_constraint(part, specs)
+
+    return tuple(map(settled, outputs)) if isinstance(outputs, tuple) else settled(outputs)

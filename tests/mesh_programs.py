@@ -1,0 +1,146 @@
+"""What a mesh refuses, holds and sends. Run by test_sharding, with eight devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from dspark_jax import decode, load
+from dspark_jax.cache import capacity
+from dspark_jax.config import ModelConfig
+from dspark_jax.draft import Draft
+from dspark_jax.generate import main
+from dspark_jax.layers import abstract_params
+from dspark_jax.memory import plan_memory
+from dspark_jax.sharding import abstract_state, make_mesh, param_shardings, use_mesh
+from dspark_jax.target import Target
+from tests.tiny import decoding, tiny_config, tiny_layers
+
+LAYERS = tiny_layers(num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=32)
+CONFIG = tiny_config(vocab=64, draft={"layers": replace(LAYERS, num_layers=2, windows=())})
+CONFIG = replace(CONFIG, target=replace(CONFIG.target, layers=LAYERS))
+COLLECTIVE = re.compile(
+    r" = (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        load(tensor_parallel=4)
+    assert str(caught.value) == (
+        "tensor_parallel 4 does not divide query heads of the target 6, key heads of the target 2,"
+        " query heads of the draft 6, key heads of the draft 2"
+    )
+    with pytest.raises(ValueError, match="data_parallel 3 does not divide max_batch 8"):
+        load(data_parallel=3)
+
+
+def test_the_command_line_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tensor-parallel", "4"]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert "does not divide query heads of the target 6" in written.err
+    assert "Traceback" not in written.err
+
+
+def test_a_mesh_of_the_callers_is_taken_by_its_axes() -> None:
+    devices = np.array(jax.devices()[4:8]).reshape(2, 2)
+    engine = load(mesh=Mesh(devices, ("tensor", "data")), max_length=64, max_batch=2)
+    assert jax.tree.leaves(engine.params)[0].sharding.device_set == set(devices.flat)
+    with pytest.raises(ValueError, match="axes data and tensor"):
+        load(mesh=Mesh(devices, ("model", "data")))
+    with pytest.raises(ValueError, match="leave tensor_parallel and data_parallel out"):
+        load(mesh=Mesh(devices, ("tensor", "data")), tensor_parallel=2)
+
+
+def placed(config: ModelConfig, mesh: Mesh, batch: int) -> tuple[Any, Any]:
+    """Shapes of parameters and state with their shardings."""
+    shapes = {
+        "target": abstract_params(Target, config.target, config.dtype),
+        "draft": abstract_params(Draft, config.draft, config.dtype),
+    }
+    params = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        param_shardings(shapes, mesh),
+    )
+    return params, abstract_state(partial(decode.init_state, config, batch), mesh)
+
+
+def compiled(config: ModelConfig, mesh: Mesh, entry: str, batch: int = 4) -> str:
+    chunk = np.zeros(config.decode.prefill_chunk, np.int32)
+    prompt = (np.int32(0), chunk, np.int32(3), np.bool_(True))
+    with use_mesh(mesh):
+        lowered = getattr(decode, entry).lower(
+            config, *placed(config, mesh, batch), *(prompt if entry == "prefill" else ())
+        )
+    return lowered.compile().as_text()
+
+
+def collectives(text: str) -> Counter[tuple[str, str]]:
+    """(kind, stage) of every collective of a compiled program."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in text.splitlines():
+        if match := COLLECTIVE.search(line):
+            name = re.search(r'op_name="([^"]*)"', line)
+            stages = name[1] if name else ""
+            known = ("markov_walk", "context_kv", "dspark_propose", "target_verify")
+            stage = next((stage for stage in (*known, "decode_sample") if stage in stages), stages)
+            found[match[2], stage] += 1
+    return found
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_round_sends_only_what_tensor_parallelism_needs(sampled: bool) -> None:
+    """Two all-reduces a layer, one for the embedding, the logits once a network; none in the walk.
+
+    The target's greedy logits are not gathered: the largest of each part are compared (two small
+    all-reduces, value and id).
+    """
+    config = decoding(CONFIG, sampled=sampled)
+    expected = {
+        ("all-reduce", "dspark_propose"): 2 * config.draft.layers.num_layers + 1,
+        ("all-gather", "dspark_propose"): 1,
+        ("all-reduce", "target_verify"): 2 * config.target.layers.num_layers + 1,
+    }
+    if sampled:
+        expected["all-gather", "target_verify"] = 1
+    else:
+        expected["all-reduce", "decode_sample"] = 2
+    assert collectives(compiled(config, make_mesh(4, 1), "decode_round")) == expected
+
+
+def test_slots_are_split_without_a_word_about_caches() -> None:
+    """Between data parts only what is settled for every host goes round: the emitted tokens."""
+    config = decoding(CONFIG, sampled=False)
+    rows = capacity(config)
+    for entry in ("decode_round", "prefill"):
+        text = compiled(config, make_mesh(1, 4), entry)
+        for line in text.splitlines():
+            if match := COLLECTIVE.search(line):
+                assert f",{rows}," not in match[1], line
+                sizes = re.findall(r"\[([\d,]*)\]", match[1])
+                assert all(np.prod([int(n) for n in s.split(",") if n]) <= 512 for s in sizes), line
+
+
+def test_each_device_holds_its_share() -> None:
+    mesh = make_mesh(2, 2)
+    engine = load(tensor_parallel=2, data_parallel=2, max_length=64, max_batch=4)
+    held: Counter[Any] = Counter()
+    for leaf in jax.tree.leaves(engine.params):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    plan = plan_memory(engine.config, 4, mesh)
+    assert set(held.values()) == {plan.weights}
+    alone = plan_memory(engine.config, 4)
+    assert plan.cache == alone.cache / 4
+    assert plan.weights < 0.55 * alone.weights
+    assert plan.workspace < alone.workspace

@@ -1,0 +1,90 @@
+"""Tokens on a mesh are those of one device. Run by test_sharding, with eight devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from dspark_jax import SamplingParams, load
+from tests.checkpoints import write_draft, write_target
+from tests.pairs import GOLDEN
+from tests.tiny import quick_compilation
+from tests.tiny_pair import TinyPair
+
+PROMPTS = [[5, 9, 2, 40, 41], [7] * 20, [1, 2, 3], [33, 8]]
+GREEDY = SamplingParams(max_tokens=20)
+DRAWN = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=11)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_length": 64, "prefill_chunk": 16}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    with quick_compilation():
+        yield
+
+
+def decode(pair: tuple[Any, ...], tensor: int, data: int, **options: Any) -> list[list[Any]]:
+    """Tokens and rounds of four prompts: greedy, sampled, and both kinds in one batch."""
+    sizes = {"tensor_parallel": tensor, "data_parallel": data}
+    engine = load(*pair, max_batch=4, report=lambda line: None, **(OPTIONS | sizes | options))
+    assert len(jax.tree.leaves(engine.params)[0].sharding.device_set) == tensor * data
+    batches = [GREEDY, DRAWN, [GREEDY, DRAWN, DRAWN, GREEDY]]
+    if not pair:  # the embedded pair compiles for longer: one tier
+        batches = batches[2:]
+    return [
+        [(one.token_ids, one.acceptance_lengths) for one in engine.generate(PROMPTS, batch)]
+        for batch in batches
+    ]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> list[list[Any]]:
+    return decode((), 1, 1)
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4)])
+def test_the_embedded_pair(embedded: Any, tensor: int, data: int) -> None:
+    assert decode((), tensor, data) == embedded
+
+
+def test_biased_projections_of_four_heads() -> None:
+    pair = GOLDEN / "bias_mha" / "target", GOLDEN / "bias_mha" / "draft"
+    assert decode(pair, 4, 1) == decode(pair, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder, pair = tmp_path_factory.mktemp("pair"), TinyPair(heads=8, kv_heads=4, depth=5)
+    return write_target(folder / "target", pair), write_draft(folder / "draft", pair, "deepspec")
+
+
+def test_eight_query_and_four_key_heads(eight_heads: tuple[Path, Path]) -> None:
+    """Greedy, sampled and mixed; four ways, and four times two."""
+    alone = decode(eight_heads, 1, 1)
+    assert decode(eight_heads, 4, 1) == alone
+    assert decode(eight_heads, 4, 2) == alone
+
+
+def test_prompt_lookup_and_plain_decoding(eight_heads: tuple[Path, Path]) -> None:
+    for draft in ("ngram", False):
+        pair = (eight_heads[0], draft)
+        assert decode(pair, 2, 2) == decode(pair, 1, 1)
+
+
+def test_requests_with_controls_and_log_probabilities(eight_heads: tuple[Path, Path]) -> None:
+    params = SamplingParams(
+        max_tokens=12, temperature=0.7, seed=3, logprobs=2, frequency_penalty=0.4, min_tokens=8
+    )
+    found = []
+    for tensor, data in ((1, 1), (2, 2)):
+        sizes = {"tensor_parallel": tensor, "data_parallel": data}
+        engine = load(*eight_heads, max_batch=2, **OPTIONS, **sizes)
+        found.append(engine.generate(PROMPTS[:2], params))
+    for alone, spread in zip(*found, strict=True):
+        assert alone.token_ids == spread.token_ids
+        for one, other in zip(alone.logprobs, spread.logprobs, strict=True):
+            assert one.keys() == other.keys()
+            assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-5)
