@@ -17,6 +17,7 @@ from dspark_jax.draft import Draft
 from dspark_jax.layers import abstract_params
 from dspark_jax.sharding import device_share, param_shardings
 from dspark_jax.target import Target
+from pallas_kernels.chunk_attention import cudnn_serves
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _SAMPLED_LAWS = 8  # float32 arrays of T x V alive at once when laws are filtered and sorted
@@ -159,12 +160,15 @@ def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
 def _prefill_bytes(config: ModelConfig) -> int:
     """One slot, one chunk of rows; logits of the last row only."""
     chunk = config.decode.prefill_chunk
-    networks = _rows_bytes(config, config.target.layers, 1, chunk)
+    layers = config.target.layers
+    flash = config.decode.implementation != "xla" and cudnn_serves(config.dtype, layers.head_dim)
+    scored = 1 if flash else layers.num_heads  # flash attention holds a mask, no scores
+    networks = _rows_bytes(config, layers, 1, chunk, scored)
     network, context = config.draft_network, 0
-    features = len(network.taps) * config.target.layers.hidden_size if network else 0
+    features = len(network.taps) * layers.hidden_size if network else 0
     if network:
-        layers = network.layers
-        context = 2 * layers.num_layers * layers.num_kv_heads * layers.head_dim
+        own = network.layers
+        context = 2 * own.num_layers * own.num_kv_heads * own.head_dim
     wide = chunk * (2 * features + 2 * context) * 4
     return networks + wide + _SAMPLED_LAWS * config.target.vocab_size * 4
 
@@ -172,19 +176,22 @@ def _prefill_bytes(config: ModelConfig) -> int:
 def _round_bytes(config: ModelConfig, batch: int) -> int:
     """All slots, one block of rows; logits and laws of every row."""
     rows, decode = config.decode.step_rows, config.decode
-    networks = _rows_bytes(config, config.target.layers, batch, rows)
+    layers = config.target.layers
+    networks = _rows_bytes(config, layers, batch, rows, layers.num_heads)
     arrays = _SAMPLED_LAWS if decode.sampled else 2
     laws = arrays * batch * rows * config.target.vocab_size * 4
     network = config.draft_network
     features = batch * rows * (len(network.taps) if network else 0)
-    return networks + laws + 2 * features * config.target.layers.hidden_size * 4
+    return networks + laws + 2 * features * layers.hidden_size * 4
 
 
-def _rows_bytes(config: ModelConfig, layers: LayersConfig, batch: int, rows: int) -> int:
-    """Activations of one decoder layer and the attention scores over a full cache."""
+def _rows_bytes(
+    config: ModelConfig, layers: LayersConfig, batch: int, rows: int, scored: int
+) -> int:
+    """Activations of one decoder layer and the scores of `scored` heads over a full cache."""
     heads = (layers.num_heads + 2 * layers.num_kv_heads) * layers.head_dim
     width = 6 * layers.hidden_size + 3 * layers.intermediate_size + 3 * heads
-    scores = 3 * layers.num_heads * capacity(config)
+    scores = 3 * scored * capacity(config)
     float_cache = 2 * layers.num_kv_heads * layers.head_dim * capacity(config)
     return batch * 4 * (rows * (width + scores) + float_cache)
 

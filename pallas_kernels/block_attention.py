@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_cells import attend_runs
 from pallas_kernels.attention_run import Problem
+from pallas_kernels.chunk_attention import chunk_attention, cudnn_serves
 from pallas_kernels.platform import resolve_implementation
 from pallas_kernels.split import MAX_BATCH, fixed_runs, join_runs
 from pallas_kernels.tuning import tuned
@@ -31,7 +32,7 @@ FIRST_TIER = 256
 TIER_GROWTH = 4
 MAX_SLOTS = 4096  # fixed-point rates of the kernel stay within 32 bits with
 MAX_CACHE_ROWS = 1 << 20  # these two
-MAX_ROWS = 16  # of the kernel; prompt chunks have more and take the reference
+MAX_ROWS = 16  # of the kernel; prompt chunks have more
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,12 @@ def block_attention_kernel(
     return jax.freeze(joined)[:, :rows]
 
 
+def _is_chunk(q: Float[Array, "B T N H"], k_cache: Float[Array, "B S K H"], causal: bool) -> bool:
+    """Whether cuDNN takes these operands: a chunk of a prompt, not a round's few rows."""
+    few = q.shape[1] <= MAX_ROWS or not causal or q.dtype != k_cache.dtype
+    return not few and cudnn_serves(q.dtype, q.shape[3])
+
+
 def block_attention(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "B S K H"],
@@ -225,8 +232,8 @@ def block_attention(
         causal: whether a query sees only the block rows up to its own.
         window: rows a query sees, its own included; 0 is all.
         implementation: "auto", "pallas" or "xla". The kernel takes bfloat16, up to 16 rows,
-            heads of 64, 128 or 256 and caches of 8 n rows; for other operands "auto" takes the
-            reference.
+            heads of 64, 128 or 256 and caches of 8 n rows; for other operands "auto" takes cuDNN
+            where more rows are causal on a CUDA GPU, and else the reference.
         config: sizes of the kernel; by default the tuned ones.
 
     Raises:
@@ -240,6 +247,8 @@ def block_attention(
     objection = kernel_objection(q, k_cache)
     if resolve_implementation(implementation, unsupported=objection) == "xla":
         with jax.named_scope("block_attention"):
+            if implementation == "auto" and _is_chunk(q, k_cache, causal):
+                return chunk_attention(q, k_cache, v_cache, start, window=window)
             return block_attention_reference(
                 q, k_cache, v_cache, start, causal=causal, window=window
             )

@@ -48,6 +48,13 @@ def runs_kernels(device: Any) -> bool:
     return str(getattr(device, "compute_capability", None)) == KERNEL_CAPABILITY
 
 
+def cuda_capability(device: Any = None) -> tuple[int, int] | None:
+    """Return the compute capability of `device` (by default the one in use); None without CUDA."""
+    device = default_device() if device is None else device
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
 def resolve_implementation(
     implementation: str, device: Any = None, *, unsupported: str | None = None
 ) -> str:

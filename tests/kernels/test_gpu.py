@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,6 +46,32 @@ def test_attention_of_other_heads(heads, kv_heads, width):
     operands = oracle.attention_operands(rng, (2, 8, heads, width), kv_heads, 1024, [0, 900])
     actual = block_attention(*operands, causal=True, implementation="pallas")
     assert oracle.relative_error(actual, oracle.attention(*operands, causal=True)) < ERROR
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 128), (32, 8, 64), (6, 2, 64)])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("start", [[0, 0], [1, 130], [512, 1023], [3000, 17]])
+def test_prompt_chunks_by_cudnn(start, window, heads, kv_heads, width):
+    rng = np.random.default_rng(width)
+    shape = (2, 64, heads, width)
+    operands = oracle.attention_operands(rng, shape, kv_heads, 3072, start)
+    actual = jax.jit(lambda *x: block_attention(*x, causal=True, window=window))(*operands)
+    mask = {"causal": True, "window": window}
+    reference = block_attention(*operands, **mask, implementation="xla")
+    assert oracle.relative_error(actual, oracle.exact(reference)) < ERROR
+    assert oracle.relative_error(actual, oracle.attention(*operands, **mask)) < ERROR
+
+
+def test_a_long_prompt_says_the_same_with_and_without_cudnn():
+    ids = [int(token) for token in np.random.default_rng(0).integers(4000, size=200)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
+    found = []
+    for implementation in ("auto", "xla"):
+        engine = load(
+            dtype="bfloat16", max_length=504, prefill_chunk=64, implementation=implementation
+        )
+        found.append(engine.generate([ids], params)[0].logprobs[0])
+    assert max(abs(found[0][token] - found[1][token]) for token in found[0].keys() & found[1]) < 0.1
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8])
