@@ -145,7 +145,7 @@ def prefill(
         )
         hidden = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1)
         logits = target.logits(take_slot(hidden, slot, state.cached.shape[0]))
-        logits = constrain(logits, "- T -")
+        logits = constrain(constrain(logits, "- T V"), "- T -")
     cached = state.cached[slot] + count
     first, controls = _draw_first(config, logits, state, slot, tokens, count)
     stopped = is_stop(first[None, None], state.stop_ids[slot][None])[0, 0]

@@ -35,7 +35,7 @@ from dspark_jax.sampling import (
     stream_keys,
     token_law,
 )
-from dspark_jax.sharding import CACHE, constrain, per_device, spec
+from dspark_jax.sharding import CACHE, gather_logits, per_device, spec
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
 from pallas_kernels.context_kv import context_kv
 
@@ -167,7 +167,7 @@ def propose(
     decode: DecodeConfig,
 ) -> Proposal:
     """Draw P tokens left to right from the block's hidden states (paper, Markov sampling)."""
-    base = constrain(project(hidden, head, jnp.float32), "B P -")
+    base = gather_logits(project(hidden, head, jnp.float32))
     places = None
     if 0 < decode.draft_top_k < base.shape[-1]:
         base, places = jax.lax.top_k(base, decode.draft_top_k)

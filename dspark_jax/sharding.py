@@ -23,7 +23,7 @@ from dspark_jax.config import DraftConfig, LayersConfig, ModelConfig
 from dspark_jax.state import DecodeState, KVCache, Proposal
 
 DATA, TENSOR = "data", "tensor"
-AXES = {"B": DATA, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
+AXES = {"B": DATA, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR, "?": P.UNCONSTRAINED}
 
 # Parameters that are split, by the end of their module's name; all others are whole on every
 # device (norms, fc, Markov and confidence heads, as in the reference). The first word names the
@@ -229,8 +229,16 @@ def on_mesh() -> bool:
 
 
 def constrain(x: Array, letters: str) -> Array:
-    """`x` split as its letters say: over other axes it is gathered."""
+    """`x` split as its letters say, whole over all other axes; a "?" leaves an axis open."""
     return jax.lax.with_sharding_constraint(x, spec(letters)) if on_mesh() else x
+
+
+def gather_logits(logits: Array) -> Array:
+    """Whole rows of logits on every device that holds their slots.
+
+    They are split first: else the partitioner may gather the head in their place.
+    """
+    return constrain(constrain(logits, "B T V"), "B T -")
 
 
 def per_device(function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any) -> Any:

@@ -22,7 +22,7 @@ from dspark_jax.sampling import (
     stream_keys,
     token_law,
 )
-from dspark_jax.sharding import constrain
+from dspark_jax.sharding import gather_logits
 from dspark_jax.state import DecodeState, Proposal, StepOutput
 
 LEAST_MASS = 1e-8  # a residual lighter than this is rounding: draw from the target's law
@@ -38,7 +38,7 @@ def verify(
     proposed).
     """
     if decode.sampled or decode.controls or decode.logprobs:  # else the largest of each part do
-        logits = constrain(logits, "B T -")
+        logits = gather_logits(logits)
     adjusted = logits
     if decode.controls:
         adjusted = adjust_block(

@@ -42,9 +42,14 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@cache
 def described_device(capability: str = "9.0") -> Any:
     """Return a GPU of a compute capability, to compile for."""
+    return described_devices(1, capability)[0]
+
+
+@cache
+def described_devices(count: int, capability: str = "9.0") -> Any:
+    """Return some GPUs of one host."""
     from jax.experimental import topologies
 
     name, cores = _HOPPER_OR_LATER.get(capability, ("NVIDIA GPU", 108))
@@ -53,9 +58,9 @@ def described_device(capability: str = "9.0") -> Any:
         name=name, cores=cores, major=major, minor=minor, shared=_SHARED.get(capability, 232448)
     )
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description, topology="1x1x1"
+        platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
-    return topology.devices[0]
+    return topology.devices
 
 
 def compile_for(device: Any, function: Any, *operands: Any, donate: tuple[int, ...] = ()) -> str:

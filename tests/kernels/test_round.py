@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dspark_jax import decode
 from dspark_jax.cache import capacity
@@ -20,12 +24,14 @@ from dspark_jax.config import (
 )
 from dspark_jax.draft import Draft
 from dspark_jax.layers import abstract_params
+from dspark_jax.sharding import abstract_state, param_shardings, use_mesh
 from dspark_jax.target import Target
 from pallas_kernels.platform import decide_for
 from tests.kernels.described import (
     compile_for,
     copied_arrays,
     described_device,
+    described_devices,
     kernel_calls,
     needs_compiler,
 )
@@ -99,3 +105,35 @@ def test_an_h200_runs_every_kernel_and_copies_no_cache():
     layers = config.target.layers
     shape = (BATCH, capacity(config), layers.num_kv_heads, layers.head_dim)
     assert copied_arrays(program, shape) == 0
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 1)])
+def test_two_h200s_run_every_kernel_on_their_own_parts(data, tensor):
+    """No copy of a cache, and nothing larger than a row of logits or activations is sent."""
+    config = small_pair("auto")
+    split = {"num_heads": 12, "num_kv_heads": 4}
+    target = replace(config.target, layers=replace(config.target.layers, **split))
+    draft = replace(config.draft, layers=replace(config.draft.layers, **split))
+    config = replace(config, target=target, draft=draft)
+    mesh = Mesh(np.array(described_devices(2)).reshape(data, tensor), ("data", "tensor"))
+    shapes = {
+        "target": abstract_params(Target, target, config.dtype),
+        "draft": abstract_params(Draft, draft, config.dtype),
+    }
+    params = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        param_shardings(shapes, mesh),
+    )
+    state = abstract_state(partial(decode.init_state, config, BATCH), mesh)
+    with decide_for(mesh.devices.flat[0]), use_mesh(mesh):
+        program = decode.decode_round.lower(config, params, state).compile().as_text()
+    assert kernel_calls(program) == 3 * (TARGET_LAYERS + DRAFT_LAYERS) + 1
+    shape = (BATCH // data, capacity(config), 4 // tensor, config.target.layers.head_dim)
+    assert copied_arrays(program, shape) == 0
+    sent = re.findall(r"= (.*?) (?:all-reduce|all-gather)(?:-start)?\(", program)
+    assert sent
+    most = BATCH * config.decode.step_rows * config.target.vocab_size
+    for sizes in re.findall(r"\[([\d,]*)\]", " ".join(sent)):
+        assert math.prod(int(n) for n in sizes.split(",") if n) <= most
+    assert not re.search(r" (all-to-all|collective-permute|reduce-scatter)(-start)?\(", program)
