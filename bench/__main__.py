@@ -13,6 +13,7 @@ COMMANDS = {
     "report": "the HTML report of a JSON file that compare or speed wrote",
     "step": "plain decode, draft step, verify step and round on weights of true shapes",
     "profile": "a round's device time by kind of kernel and by stage, beside plain decoding",
+    "prefill": "prompts in chunks: tokens a second, time to first token, share of the peak",
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }

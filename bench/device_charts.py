@@ -1,4 +1,4 @@
-"""Charts of what a device does: times of steps against their floor, shares of a profile."""
+"""Charts of what a device does: times against a floor, shares of a profile, rates."""
 
 from __future__ import annotations
 
@@ -76,7 +76,32 @@ def profile_chart(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def prefill_chart(lines: Sequence[Line]) -> Figure:
+    """Tokens a second by length of the prompt, a line for each size of chunk."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    kinds = dict.fromkeys((line["implementation"], line["shape"]["chunk"]) for line in lines)
+    for (implementation, chunk), colour in zip(kinds, COLOURS, strict=False):
+        own = [
+            line
+            for line in lines
+            if (line["implementation"], line["shape"]["chunk"]) == (implementation, chunk)
+        ]
+        points = [(line["shape"]["tokens"], line["tokens_per_second"]) for line in own]
+        label = f"{implementation}, chunks of {chunk}"
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("tokens/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    return figure
+
+
 CHARTS: dict[str, Callable[[Any], Figure]] = {
     "step_chart": step_chart,
     "profile_chart": profile_chart,
+    "prefill_chart": prefill_chart,
 }

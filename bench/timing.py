@@ -70,3 +70,10 @@ def read_bandwidth(size: int = 2**31) -> float:
     ones = jnp.ones(size // 2, jnp.bfloat16)
     timing = measure(jax.jit(lambda x: x.sum(dtype=jnp.float32)), [ones], repeats=10)
     return size / timing.time_us * 1e6
+
+
+def matmul_peak(side: int, dtype: str) -> float:
+    """Measure the multiplications and additions a second of a product of square matrices."""
+    operands = [jnp.ones((side, side), dtype) for _ in range(2)]
+    timing = measure(jax.jit(lambda pair: pair[0] @ pair[1]), [operands], repeats=10)
+    return 2 * side**3 / timing.time_us * 1e6

@@ -124,7 +124,7 @@ def prefill(
     the first token is drawn and the row starts to run, unless that token is a stop.
     """
     if config.decode.implementation == "pallas":
-        # The kernels take up to 16 rows; a chunk is a matter of matmuls and takes the reference.
+        # The kernels take up to 16 rows; a chunk takes cuDNN or the reference.
         config = replace(config, decode=replace(config.decode, implementation="auto"))
     parts = axis_size(DATA)  # each part of the slots runs the chunk, one of them for its slot
     start, counts = (jnp.broadcast_to(x, (parts,)) for x in (state.cached[slot], count))
