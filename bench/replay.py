@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dspark_jax import decode
+from dspark_jax.accounting import Request
 from dspark_jax.config import ModelConfig
 from dspark_jax.engine import Engine
 from dspark_jax.layers import bind
 from dspark_jax.rows import row_settings
 from dspark_jax.sampling import token_law
-from dspark_jax.scheduler import Request
 from dspark_jax.state import DecodeState, Params, Proposal
 from dspark_jax.target import Target
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from bench.datasets import Conversation
 from bench.records import Record
+from dspark_jax.accounting import Request
 from dspark_jax.engine import Engine
 from dspark_jax.request import SamplingParams
-from dspark_jax.scheduler import Request
 from dspark_jax.text import has_chat_template
 
 WARM_TOKENS = 4

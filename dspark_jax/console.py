@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dspark_jax import metrics
+from dspark_jax.accounting import Request
 from dspark_jax.request import Chunk, Origin
-from dspark_jax.scheduler import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,14 +94,14 @@ def describe(prompt: str, request: Request) -> dict[str, Any]:
     }
 
 
-def summary(requests: Sequence[Request], max_batch: int) -> str:
+def summary(requests: Sequence[Request]) -> str:
     """Tokens, seconds, speed, rounds and acceptance length of all requests, finished or not.
 
-    Requests of one turn run together, so a turn takes as long as its longest request.
+    Seconds run from the first admission to the last token.
     """
     tokens = sum(len(request.token_ids) for request in requests)
-    turns = [requests[i : i + max_batch] for i in range(0, len(requests), max_batch)]
-    seconds = sum(max(request.seconds for request in turn) for turn in turns)
+    spans = [(one.started, one.started + one.seconds) for one in requests if one.started]
+    seconds = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
     length = metrics.acceptance_length(requests)
     return (
         f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0:.1f} tokens/s),"

@@ -1,54 +1,41 @@
-"""Prompts in, results out: drives the scheduler and the compiled entry points."""
+"""Prompts in, results out: the public face of the loop that decodes."""
 
 from __future__ import annotations
 
-import operator
-import secrets
+import asyncio
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
 
-from dspark_jax import metrics
-from dspark_jax.config import ModelConfig, NgramConfig
-from dspark_jax.decode import init_state
-from dspark_jax.programs import Programs, Tier
+from dspark_jax.accounting import Request
+from dspark_jax.advice import DraftAdvice
+from dspark_jax.config import ModelConfig
+from dspark_jax.intake import Intake, Prompt
+from dspark_jax.loop import Loop
 from dspark_jax.request import Chunk, Result, SamplingParams
-from dspark_jax.scheduler import Request, Scheduler
-from dspark_jax.sharding import DATA, make_state
-from dspark_jax.state import MAX_ROUNDS, MAX_STOP_IDS, DecodeState, FirstToken, Params, Rounds
-from dspark_jax.text import TextStream, Tokenizer
+from dspark_jax.state import MAX_ROUNDS, Params
+from dspark_jax.text import Tokenizer
 
 STREAM_ROUNDS = 1  # rounds between two chunks of a stream
-JUDGED_ROUNDS, LEAST_ACCEPTANCE = 50, 1.3  # a draft that fits accepts more over as many rounds
-LOW_ACCEPTANCE = (
-    "the acceptance length over {rounds} rounds is {length:.2f}: this draft hardly helps this"
-    " target"
-)
-NETWORK_CAUSES = (
-    ". Usual causes: thinking is on with a draft trained without it, the target is a base"
-    " model and the draft was trained on its instruct version (or the other way round), the wrong"
-    " slot layout (sample_from_anchor), the wrong taps (target_layer_ids)"
-)
-
-Prompt = str | Sequence[int]
+SERVE_ROUNDS = 4  # rounds that one who may yet arrive, or a stop string, has to wait for
+WARM = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
 
 
 class Engine:
     """A target, its draft (or none) and everything needed to continue prompts with them.
 
     `params` is {"target": ..., "draft": ...} in the dtype of `config`, placed on `mesh` where there
-    is one. `stop_ids` are the model's
-    own stop tokens. Without a tokenizer prompts must be ids and every text is empty. `defaults`
-    apply where a call names no SamplingParams. `report` is told once when the draft's acceptance
-    length stays under 1.3 over 50 rounds and more. One call at a time: a stream must be finished or
-    closed before the next call (RuntimeError).
+    is one. `stop_ids` are the model's own stop tokens. Without a tokenizer prompts must be ids and
+    every text is empty. `defaults` apply where a call names no SamplingParams. `report` is told
+    once when the draft's acceptance length stays under 1.3 over 50 rounds and more.
+
+    All calls share one loop: up to `max_batch` requests decode together, others wait in order of
+    arrival, and requests enter and leave while others run. Nothing runs by itself: the loop goes
+    on while some call (`generate`, a stream that is read, `step`) drives it, for all requests.
+    Calls may come from several threads.
     """
 
     def __init__(
@@ -69,20 +56,24 @@ class Engine:
         self.params = params
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
-        self.max_batch = max_batch
         self.defaults = defaults or SamplingParams()
         self.mesh = mesh
-        self._programs = Programs(config, params, mesh)
-        self._kept: tuple[tuple[int, bool], DecodeState] | None = None  # between turns, by shape
-        self._busy = False
-        self._report: Callable[[str], None] | None = report if config.draft else None
+        self._intake = Intake(config, tokenizer, stop_ids)
+        self._loop = Loop(config, params, max_batch, mesh)
+        self._advice = DraftAdvice(config, report)
+        self._step: asyncio.Future[list[Request]] | None = None  # that streams of asyncio wait for
+
+    @property
+    def max_batch(self) -> int:
+        """Rows that decode together at most."""
+        return self._loop.scheduler.max_batch
 
     def generate(
         self,
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]:
-        """Continue prompts, in batches of at most `max_batch`; results come in prompt order.
+        """Continue prompts; results come in prompt order.
 
         A prompt is a string (encoded with the tokenizer's default special tokens) or a list of
         token ids. `params` is one for all or one for each. Raises ValueError, naming the prompt,
@@ -96,10 +87,21 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt and yield what each round adds; chunks join to the result.
 
-        Raises as `generate` does, at the call and not at the first chunk.
+        Raises as `generate` does, at the call and not at the first chunk. Closing the iterator
+        cancels the request.
         """
         (request,) = self.prepare([prompt], params)
-        return (request.take_chunk() for _ in self.serve([request], STREAM_ROUNDS))
+        return self._stream(request)
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """`stream` for asyncio: any number of them decode together, and none blocks the loop.
+
+        Steps run in a worker thread. Raises as `generate` does, at the call and not at the first
+        chunk. Leaving the iteration early and closing it (`aclose`, or a cancelled task) cancels
+        the request.
+        """
+        (request,) = self.prepare([prompt], params)
+        return self._astream(request)
 
     def chat(
         self,
@@ -123,7 +125,7 @@ class Engine:
         self, messages: Sequence[Mapping[str, Any]], enable_thinking: bool = False
     ) -> list[int]:
         """The token ids of a conversation's prompt."""
-        tokenizer = self._tokenizer_for("chat")
+        tokenizer = self._intake.tokenizer_for("chat")
         text = tokenizer.render_chat(messages, enable_thinking)
         return tokenizer.encode(text, special_tokens=False)
 
@@ -133,170 +135,139 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
         """Check prompts and make the requests that `serve` takes. Raises as `generate` does."""
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or self.defaults] * len(prompts)
-        else:
-            each = list(params) if isinstance(params, Sequence) else [params]
-            if not all(isinstance(one, SamplingParams) for one in each):
-                raise ValueError(f"params must be SamplingParams, one or one each, got {params!r}")
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"got {len(each)} SamplingParams for {len(prompts)} prompts; give one or one each"
-            )
-        return [
-            self._request(f"prompt {index}", prompt, one)
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
-        ]
+        return self._intake.requests(prompts, self.defaults if params is None else params)
 
     def serve(self, requests: Sequence[Request], rounds: int = MAX_ROUNDS) -> Iterator[None]:
         """Decode requests to their end; yields whenever some of them have gained something.
 
-        Between two yields lie at most `rounds` rounds.
+        Between two yields lie at most `rounds` rounds. Raises the error of a request that failed;
+        requests that are unfinished when the iterator is closed are cancelled.
         """
-        if self._busy:
-            raise RuntimeError("a stream of this engine is still open; finish or close it first")
-        self._busy = True
-        scheduler = Scheduler(self.max_batch, requests)
+        own, pending = set(requests), deque(requests)
         try:
-            while turn := scheduler.next_turn():
-                yield from self._serve_turn(turn, scheduler, rounds)
-            self._judge(requests)
+            for request in requests:
+                self._enqueue(request, rounds)
+            while pending:
+                gained = not own.isdisjoint(self.step())
+                while pending and pending[0].finish_reason:
+                    gained, error = True, pending.popleft().error
+                    if error:
+                        raise error
+                if gained:
+                    yield
         finally:
-            self._busy = False
+            for request in pending:
+                request.cancel()
 
-    def _judge(self, requests: Sequence[Request]) -> None:
-        """Say once that a draft does not fit its target: the text alone would not show it.
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        rounds: int = SERVE_ROUNDS,
+    ) -> Request:
+        """Queue one prompt and return its handle; `step` decodes it.
 
-        Proposals that a confidence threshold cuts are short on purpose, so they are not judged.
+        The handle tells `finish_reason` (None while unfinished), gives what came since the last
+        look (`take_chunk`) and, in the end, the `result`. `rounds`: at most so many lie between
+        two steps while it runs. Raises ValueError as `generate` does, at once.
         """
-        rounds, length = metrics.rounds(requests), metrics.acceptance_length(requests)
-        judged = rounds >= JUDGED_ROUNDS and not self.config.decode.confidence_threshold
-        if self._report and judged and length and length < LEAST_ACCEPTANCE:
-            causes = "" if isinstance(self.config.draft, NgramConfig) else NETWORK_CAUSES
-            self._report(LOW_ACCEPTANCE.format(rounds=rounds, length=length) + causes)
-            self._report = None
+        (request,) = self.prepare([prompt], params)
+        self._enqueue(request, rounds)
+        return request
 
-    def _serve_turn(
-        self, turn: Sequence[Request], scheduler: Scheduler, rounds: int
-    ) -> Iterator[None]:
-        tier = Tier.of(turn, self.max_batch, self.mesh.shape[DATA] if self.mesh else 1)
-        new = self._programs.compile_missing(tier)
-        state = self._take_state(tier)
-        if new:
-            state = _all_done(self._programs.warm_up(tier, state))
-        first = []
-        for slot, request in enumerate(turn):
-            request.start()
-            state, drawn = self._programs.admit(tier, state, slot, request)
-            first.append(drawn)
-        for request, drawn in zip(turn, jax.device_get(first), strict=True):
-            _take_first(request, drawn)
-        yield
-        while running := scheduler.running():
-            state, out = self._programs.run_rounds(tier, state, rounds)
-            for slot, request in running:
-                _take_rounds(request, slot, out)
-            yield
-        # a row that met a stop string still runs on the device
-        self._kept = (tier.batch, tier.controls), _all_done(state)
+    def step(self) -> list[Request]:
+        """Let every request that can go on go on by some rounds; returns those that gained tokens
+        or ended. An empty list is no sign of the end: `busy` is.
 
-    def _take_state(self, tier: Tier) -> DecodeState:
-        """The state of the turn before where it has the size; else a new one in its place.
-
-        The engine lets go of it: after an error or a stream that was not finished it is gone.
+        A call runs as many rounds as the least patient of its requests allows (streams 1,
+        `submit` 4, `generate` 16; 4 with stop strings, which the device does not know), and at
+        most 2 while a request waits for a slot or for its prompt.
         """
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[0] == (tier.batch, tier.controls):
-            return kept[1]
-        del kept  # its memory must be free before the new one takes its own
-        build = partial(init_state, tier.configure(self.config), tier.batch)
-        return make_state(build, self.mesh)
+        changed = self._loop.step()
+        for request in changed:
+            if request.finish_reason:
+                self._advice.count(request)
+        return changed
 
-    def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
-        ids = self._encode(name, prompt)
-        limit, total = self.config.decode.max_length, len(ids) + params.max_tokens
-        if total > limit:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens, with max_tokens {params.max_tokens} that makes"
-                f" {total}, above max_length {limit}; shorten it, lower max_tokens or load with a"
-                " larger max_length"
-            )
-        stop_ids = set(params.stop_token_ids) | set(() if params.ignore_eos else self.stop_ids)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"{len(stop_ids)} stop tokens are above the limit of {MAX_STOP_IDS}")
-        if params.stop:
-            self._tokenizer_for("stop strings")
-        size = self.config.target.vocab_size
-        for option, named in (
-            ("logit_bias", tuple(dict(params.logit_bias or ()))),
-            ("stop_token_ids", tuple(params.stop_token_ids)),
-        ):
-            if max(named, default=0) >= size:
-                raise ValueError(
-                    f"{option} names id {max(named)}, outside the vocabulary of {size}"
-                )
-        return Request(
-            prompt_ids=ids,
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            stop_ids=sorted(stop_ids),
-            text=TextStream(self.tokenizer, params.stop),
-        )
+    @property
+    def busy(self) -> bool:
+        """Whether some request is unfinished."""
+        return self._loop.scheduler.busy
 
-    def _encode(self, name: str, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._tokenizer_for("a prompt of text").encode(prompt)
-        else:
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError:
-                raise ValueError(
-                    f"{name} must be a string or a list of token ids, got {prompt!r}"
-                ) from None
-        if not ids:
-            raise ValueError(f"{name} is empty; give at least one token")
-        size = self.config.target.vocab_size
-        outside = next((token for token in ids if not 0 <= token < size), None)
-        if outside is not None:
-            raise ValueError(f"{name} holds id {outside}, outside the vocabulary of {size}")
-        return ids
+    def cancel(self, request: Request) -> None:
+        """End a request where it stands, waiting or running; its slot falls free at the next step.
 
-    def _tokenizer_for(self, purpose: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{purpose} needs a tokenizer, and the checkpoint has none; give token ids"
-            )
-        return self.tokenizer
+        Its finish reason is "cancelled" and its result what it has got. One that has ended stays
+        as it is.
+        """
+        request.cancel()
 
+    def warmup(
+        self,
+        params: SamplingParams | Sequence[SamplingParams] = WARM,
+        batches: Sequence[int] | None = None,
+    ) -> None:
+        """Compile ahead of the first request what is otherwise compiled when one needs it.
 
-def _all_done(state: DecodeState) -> DecodeState:
-    return replace(state, done=jnp.ones_like(state.done))
+        For requests like `params` (default: greedy and sampled; name others for logit controls
+        and log-probabilities) in batches of so many rows (default: every size that the engine
+        uses, the powers of two up to `max_batch` and itself). Rows of several kinds run in the
+        programs of the most demanding one: name a kind with both its settings for a batch that
+        mixes them. Raises ValueError for a batch out of range and RuntimeError while requests run.
+        """
+        each = [params] if isinstance(params, SamplingParams) else list(params)
+        sizes = range(1, self.max_batch + 1) if batches is None else batches
+        for size in sizes:
+            if not 1 <= size <= self.max_batch:
+                raise ValueError(f"batch {size} is not within 1 and max_batch {self.max_batch}")
+        tiers = dict.fromkeys(map(self._loop.scheduler.tier, sizes))
+        self._loop.compile_ahead(each, list(tiers))
 
+    def _enqueue(self, request: Request, rounds: int) -> None:
+        if rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {rounds}")
+        request.patience = min(rounds, SERVE_ROUNDS) if request.params.stop else rounds
+        self._loop.scheduler.submit(request)
 
-def _take_first(request: Request, first: FirstToken) -> None:
-    logprobs = _logprobs(request, first.logprobs.ids[None], first.logprobs.values[None])
-    request.take_first(int(first.token), logprobs)
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        self._enqueue(request, STREAM_ROUNDS)
+        try:
+            while True:
+                if not request.finish_reason:  # others may have driven it to its end
+                    self.step()
+                chunk = _checked_chunk(request)
+                if chunk.token_ids or chunk.finish_reason:
+                    yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            request.cancel()
 
+    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
+        self._enqueue(request, STREAM_ROUNDS)
+        try:
+            while True:
+                if not request.finish_reason:  # others may have driven it to its end
+                    await self._next_step()
+                chunk = _checked_chunk(request)
+                if chunk.token_ids or chunk.finish_reason:
+                    yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            request.cancel()
 
-def _take_rounds(request: Request, slot: int, rounds: Rounds) -> None:
-    """Hand one row's rounds to its request; those that did not run have zero counts."""
-    for index, (emitted, accepted, proposed, done) in enumerate(rounds.counts[slot].tolist()):
-        if emitted and request.finish_reason is None:
-            place = (slot, index, slice(emitted))
-            logprobs = _logprobs(request, rounds.logprobs.ids[place], rounds.logprobs.values[place])
-            possible = rounds.possible[slot, index, :proposed].tolist()
-            request.take_round(
-                rounds.tokens[place].tolist(), accepted, proposed, bool(done), logprobs, possible
-            )
+    async def _next_step(self) -> None:
+        """Wait for the step that runs, or run one: all streams of a loop share it."""
+        running, loop = self._step, asyncio.get_running_loop()
+        if running is None or running.done() or running.get_loop() is not loop:
+            self._step = running = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(running)
 
 
-def _logprobs(
-    request: Request, ids: Int[Array, "n W"], values: Float[Array, "n W"]
-) -> list[dict[int, float]] | None:
-    """What the request asked for of each token: its own log-probability, then the likeliest."""
-    count = request.params.logprobs
-    if count is None:
-        return None
-    columns = slice(count + 1)
-    pairs = zip(ids[:, columns].tolist(), values[:, columns].tolist(), strict=True)
-    return [dict(zip(*pair, strict=True)) for pair in pairs]
+def _checked_chunk(request: Request) -> Chunk:
+    """What came in since the last look; raises the error of a request that failed."""
+    if request.error:
+        raise request.error
+    return request.take_chunk()

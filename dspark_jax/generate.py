@@ -27,8 +27,8 @@ from dspark_jax.arguments import (
 from dspark_jax.request import SamplingParams
 
 if TYPE_CHECKING:
+    from dspark_jax.accounting import Request
     from dspark_jax.engine import Engine
-    from dspark_jax.scheduler import Request
 
 CACHE = Path("~/.cache/dspark_jax")
 MOST_ROWS = 8  # prompts decoded at once
@@ -152,7 +152,7 @@ def serve(
         sys.stdout.flush()
     except OSError as error:
         return output_lost(error)
-    tell(summary(requests, engine.max_batch))
+    tell(summary(requests))
     return code
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax import decode
+from dspark_jax.accounting import Request
 from dspark_jax.config import ModelConfig
+from dspark_jax.placement import fit_controls, release
 from dspark_jax.request import MAX_LOGPROBS, SamplingParams
 from dspark_jax.rows import row_settings
-from dspark_jax.scheduler import Request, batch_tier
-from dspark_jax.sharding import abstract_state, use_mesh
+from dspark_jax.scheduler import PromptChunk
+from dspark_jax.sharding import abstract_state, make_state, use_mesh
 from dspark_jax.state import MAX_ROUNDS, DecodeState, FirstToken, Params, Rounds, RowSettings
 from dspark_jax.text import TextStream
 
@@ -29,7 +30,8 @@ class Tier:
     """What a batch needs of its programs; each value is a program of its own.
 
     A batch of greedy rows builds no noise and no laws, one without logit controls holds no state
-    for them, and log-probabilities are computed where a row wants them.
+    for them, and log-probabilities are computed where a row wants them. A row's tokens are the
+    same in every tier that serves it.
     """
 
     batch: int
@@ -38,16 +40,30 @@ class Tier:
     logprobs: int = 0
 
     @staticmethod
-    def of(requests: Sequence[Request], max_batch: int, parts: int = 1) -> Tier:
-        """The least tier that serves the requests of a turn, its slots split in equal parts."""
-        params = [request.params for request in requests]
-        wanted = max(0 if one.logprobs is None else max(one.logprobs, 1) for one in params)
+    def of(each: Sequence[SamplingParams], batch: int) -> Tier:
+        """The least tier that serves such requests."""
+        wanted = [0 if one.logprobs is None else max(one.logprobs, 1) for one in each]
+        most = max(wanted, default=0)
         return Tier(
-            batch=-(-batch_tier(len(requests), max_batch) // parts) * parts,
-            sampled=not all(one.greedy for one in params),
-            controls=any(one.controlled for one in params),
-            logprobs=next(tier for tier in LOGPROB_TIERS if tier >= wanted),
+            batch=batch,
+            sampled=not all(one.greedy for one in each),
+            controls=any(one.controlled for one in each),
+            logprobs=next(tier for tier in LOGPROB_TIERS if tier >= most),
         )
+
+    @property
+    def _switches(self) -> tuple[bool, int, bool]:
+        return self.controls, self.logprobs, self.sampled  # what costs most comes first
+
+    def serves(self, need: Tier) -> bool:
+        """Whether rows that need `need` can run in this tier."""
+        pairs = zip(self._switches, need._switches, strict=True)
+        return self.batch == need.batch and all(mine >= theirs for mine, theirs in pairs)
+
+    def least(self, tiers: Collection[Tier]) -> Tier | None:
+        """The cheapest of some tiers that serves this need; None where none does."""
+        serving = [tier for tier in tiers if tier.serves(self)]
+        return min(serving, key=lambda tier: tier._switches, default=None)
 
     def configure(self, config: ModelConfig) -> ModelConfig:
         """The static configuration of this tier's programs."""
@@ -61,10 +77,10 @@ class Tier:
 
 
 class Programs:
-    """`admit`, `prefill` and `decode_rounds`, compiled by tier and called by request.
+    """The entry points, compiled by tier and called by request; no call waits for its result.
 
     Only what `compile_missing` was asked for is compiled. `admit` and `prefill` serve greedy and
-    sampled rows alike, so they are shared by those tiers.
+    sampled rows alike, so they are shared by those tiers, and `release` by more.
     """
 
     def __init__(self, config: ModelConfig, params: Params, mesh: Mesh | None = None) -> None:
@@ -73,72 +89,92 @@ class Programs:
         self._mesh = mesh
         self._compiled: dict[tuple[str, Tier], Callable[..., Any]] = {}
 
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers that can run as they are."""
+        return [tier for name, tier in self._compiled if name == "rounds"]
+
     def compile_missing(self, tier: Tier) -> bool:
         """Trace and compile what a tier needs and was not compiled before; False: nothing was."""
-        build = partial(decode.init_state, tier.configure(self.config), tier.batch)
-        state = abstract_state(build, self._mesh)
+        state = abstract_state(self._build(tier), self._mesh)
         slot, chunk = np.int32(0), np.zeros(self.config.decode.prefill_chunk, np.int32)
         row = _row(Request([], SamplingParams(), 0, (), TextStream(None)))
-        inputs = {
-            decode.admit: (state, slot, row),
-            decode.prefill: (self._params, state, slot, chunk, np.int32(0), np.bool_(False)),
-            decode.decode_rounds: (self._params, state, np.int32(1)),
+        inputs: dict[str, tuple[Any, ...]] = {
+            "admit": (decode.admit, state, slot, row),
+            "prefill": (
+                *(decode.prefill, self._params, state, slot),
+                *(chunk, np.int32(0), np.bool_(False)),
+            ),
+            "rounds": (decode.decode_rounds, self._params, state, np.int32(1)),
+            "release": (release, state, np.zeros(tier.batch, bool)),
         }
         with use_mesh(self._mesh):
             missing = {
                 key: entry.lower(key[1].configure(self.config), *arguments)
-                for entry, arguments in inputs.items()
-                if (key := _key(entry, tier)) not in self._compiled
+                for name, (entry, *arguments) in inputs.items()
+                if (key := _key(name, tier)) not in self._compiled
             }
         with ThreadPoolExecutor(len(inputs)) as pool:  # XLA compiles outside the interpreter's lock
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._compiled |= zip(missing, compiled, strict=True)
         return bool(missing)
 
+    def new_state(self, tier: Tier) -> DecodeState:
+        """An empty state for a tier."""
+        return make_state(self._build(tier), self._mesh)
+
+    def fit_controls(self, tier: Tier, state: DecodeState) -> DecodeState:
+        """A state of a tier with and of one without logit controls, each as the other."""
+        return fit_controls(tier.configure(self.config), state, self._mesh)
+
     def warm_up(self, tier: Tier, state: DecodeState) -> DecodeState:
         """Run each entry point once: a first run loads code and touches memory.
 
-        Leaves garbage rows and a slot that is still running.
+        Leaves garbage rows, all of them finished.
         """
         request = Request([0], SamplingParams(max_tokens=1), 0, (), TextStream(None))
-        state, _ = self.admit(tier, state, 0, request)
-        return self.run_rounds(tier, state, 1)[0]
+        state = self.admit(tier, state, 0, request)
+        state, _ = self.prefill(tier, state, PromptChunk(0, request, [0], last=True))
+        state, _ = self.run_rounds(tier, state, 1)
+        return self.release(tier, state, range(tier.batch))
 
-    def admit(
-        self, tier: Tier, state: DecodeState, slot: int, request: Request
+    def _build(self, tier: Tier) -> Callable[[], DecodeState]:
+        return partial(decode.init_state, tier.configure(self.config), tier.batch)
+
+    def admit(self, tier: Tier, state: DecodeState, slot: int, request: Request) -> DecodeState:
+        """Give a slot to a request."""
+        return self._compiled[_key("admit", tier)](state, np.int32(slot), _row(request))
+
+    def prefill(
+        self, tier: Tier, state: DecodeState, chunk: PromptChunk
     ) -> tuple[DecodeState, FirstToken]:
-        """Give a slot to a request and run its prompt; returns the state and its first token."""
-        chunk = self.config.decode.prefill_chunk
-        prompt = np.asarray(request.prompt_ids, np.int32)
-        prefill = self._compiled[_key(decode.prefill, tier)]
-        state = self._compiled[_key(decode.admit, tier)](state, np.int32(slot), _row(request))
-        for begin in range(0, len(prompt), chunk):
-            part = prompt[begin : begin + chunk]
-            state, first = prefill(
-                self._params,
-                state,
-                np.int32(slot),
-                np.pad(part, (0, chunk - len(part))),
-                np.int32(len(part)),
-                np.bool_(begin + chunk >= len(prompt)),
-            )
-        return state, first
+        """Run some of a prompt; the token means something after the last chunk only."""
+        count = len(chunk.token_ids)
+        tokens = np.zeros(self.config.decode.prefill_chunk, np.int32)
+        tokens[:count] = chunk.token_ids
+        run = self._compiled[_key("prefill", tier)]
+        slot, last = np.int32(chunk.slot), np.bool_(chunk.last)
+        return run(self._params, state, slot, tokens, np.int32(count), last)
 
     def run_rounds(self, tier: Tier, state: DecodeState, rounds: int) -> tuple[DecodeState, Rounds]:
-        """Run up to `rounds` rounds in one call; the rounds come back on the host."""
+        """Run up to `rounds` rounds in one call."""
         count = np.int32(min(rounds, MAX_ROUNDS))
-        run = self._compiled[_key(decode.decode_rounds, tier)]
-        state, out = run(self._params, state, count)
-        return state, jax.device_get(out)
+        return self._compiled[_key("rounds", tier)](self._params, state, count)
+
+    def release(self, tier: Tier, state: DecodeState, slots: Collection[int]) -> DecodeState:
+        """Finish and empty the rows of some slots."""
+        named = np.zeros(tier.batch, bool)
+        named[list(slots)] = True
+        return self._compiled[_key("release", tier)](state, named)
 
 
-def _key(entry: Callable[..., Any], tier: Tier) -> tuple[str, Tier]:
+def _key(name: str, tier: Tier) -> tuple[str, Tier]:
     """An entry point and the tier without the switches that do not change it."""
-    if entry is decode.admit:
-        return "admit", replace(tier, sampled=True, logprobs=0)
-    if entry is decode.prefill:
-        return "prefill", replace(tier, sampled=True)
-    return "rounds", tier
+    if name in ("admit", "release"):
+        return name, replace(tier, sampled=True, logprobs=0)
+    if name == "prefill":
+        return name, replace(tier, sampled=True)
+    return name, tier
 
 
 def _row(request: Request) -> RowSettings:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from dspark_jax.config import GREEDY_TEMPERATURE
 
-FinishReason = Literal["stop", "length"]
+# The model's or the caller's stop; the cap; the caller's word; an error, which `result` raises.
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 # Where a token came from: an accepted draft; the target's correction of a rejected draft; the
 # target's token after a fully accepted proposal; the target alone, with nothing proposed.
 Origin = Literal["draft", "corrected", "bonus", "target"]

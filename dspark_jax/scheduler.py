@@ -1,189 +1,164 @@
-"""Requests on their way through slots, and what their rounds amount to. Plain Python, no jax."""
+"""Who waits, who holds a slot, how many rounds the next call runs. Plain Python, no jax."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
 
-from dspark_jax.request import Chunk, FinishReason, Origin, Result, SamplingParams
-from dspark_jax.text import TextStream
+from dspark_jax.accounting import Request
 
-Logprobs = list[dict[int, float]] | None  # one entry a token: the token's own first
-
-
-class Request:
-    """One prompt, what was asked of it, and what it has got so far.
-
-    Rounds are counted as the reference evaluator counts them: a row runs rounds while the sum of
-    its acceptance lengths is below `max_tokens`, and none of them is cut at the cap. A stop ends
-    a row at its first place: inside the accepted prefix the round counts only the drafts up to
-    it, all accepted, and no bonus.
-    """
-
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        seed: int,
-        stop_ids: Sequence[int],
-        text: TextStream,
-    ) -> None:
-        self.prompt_ids = list(prompt_ids)
-        self.params = params
-        self.seed = seed
-        self.stop_ids = tuple(stop_ids)
-        self.finish_reason: FinishReason | None = None
-        self.acceptance_lengths: list[int] = []
-        self.proposal_lengths: list[int] = []
-        self.accepted_drafts: list[int] = []
-        self.possible_acceptance: list[list[float]] = []
-        self.token_ids: list[int] = []
-        self._pieces: list[str] = []
-        self._origins: list[Origin] = []
-        self._logprobs: list[dict[int, float]] = []
-        self._text = text
-        self._ending: FinishReason | None = None  # set by the last token that is kept
-        self._told = 0  # tokens that `take_chunk` gave out
-        self._started: float | None = None
-        self._ended: float | None = None
-
-    def start(self) -> None:
-        """Start the clock: the request got its slot."""
-        self._started = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """From admission to the last token, or to now."""
-        if self._started is None:
-            return 0.0
-        return (self._ended or time.perf_counter()) - self._started
-
-    def take_first(self, token: int, logprobs: Logprobs = None) -> None:
-        """Take the token that prefill drew; a stop ends the request without a round."""
-        self._append(token, "target")
-        self._report(logprobs)
-        if self._ending == "stop":
-            self._finish()
-
-    def take_round(
-        self,
-        tokens: Sequence[int],
-        accepted: int,
-        proposed: int,
-        done: bool,
-        logprobs: Logprobs = None,
-        possible: Sequence[float] = (),
-    ) -> None:
-        """Take the tokens of one round, `accepted` of `proposed` drafts among them.
-
-        `done` is the device's word that the row met a stop token or its cap. Tokens past the cap
-        are dropped, but they count for the round. `logprobs` has one entry a token, `possible` one
-        a draft where it was computed.
-        """
-        emitted = len(tokens)
-        for index, token in enumerate(tokens):
-            if self._ending:
-                break
-            self._append(token, _origin(index, accepted, proposed))
-            if self._text.stopped and index < accepted:
-                emitted = accepted = proposed = index + 1
-        self._report(logprobs)
-        self.acceptance_lengths.append(emitted)
-        self.accepted_drafts.append(accepted)
-        self.proposal_lengths.append(proposed)
-        self.possible_acceptance.append(list(possible[:proposed]))
-        if done or self._ending == "stop":
-            self._finish()
-
-    def take_chunk(self) -> Chunk:
-        """What came in since the last call."""
-        begin, self._told = self._told, len(self.token_ids)
-        return Chunk(
-            token_ids=self.token_ids[begin:],
-            pieces=self._pieces[begin:],
-            origins=self._origins[begin:],
-            logprobs=None if self.params.logprobs is None else self._logprobs[begin:],
-            finish_reason=self.finish_reason,
-        )
-
-    def result(self) -> Result:
-        """The finished request."""
-        if self.finish_reason is None:
-            raise RuntimeError("the request is not finished")
-        return Result(
-            text="".join(self._pieces),
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            acceptance_lengths=self.acceptance_lengths,
-            proposal_lengths=self.proposal_lengths,
-            accepted_drafts=self.accepted_drafts,
-            possible_acceptance=self.possible_acceptance if any(self.possible_acceptance) else None,
-            from_draft=[origin == "draft" for origin in self._origins],
-            seconds=self.seconds,
-            prompt_tokens=len(self.prompt_ids),
-            seed=self.seed,
-            logprobs=None if self.params.logprobs is None else self._logprobs,
-        )
-
-    def _append(self, token: int, origin: Origin) -> None:
-        is_stop = token in self.stop_ids
-        self.token_ids.append(token)
-        may_stop = len(self.token_ids) > self.params.min_tokens
-        piece = "" if is_stop else self._text.push(token, may_stop)
-        if is_stop or self._text.stopped:
-            self._ending = "stop"
-        elif len(self.token_ids) == self.params.max_tokens:
-            self._ending = "length"
-        if self._ending:
-            piece += self._text.finish()
-        self._pieces.append(piece)
-        self._origins.append(origin)
-
-    def _report(self, logprobs: Logprobs) -> None:
-        """Keep the log-probabilities of the tokens that were kept."""
-        missing = len(self.token_ids) - len(self._logprobs)
-        self._logprobs += (logprobs or [])[:missing]
-
-    def _finish(self) -> None:
-        self.finish_reason = self._ending or "length"
-        self._ended = time.perf_counter()
+# Rounds of a call while a request waits for a slot or for its prompt: a slot that falls free is
+# seen after so many, and the next chunk of a prompt is not held up by more.
+BUSY_ROUNDS = 2
+PREFILL_CHUNKS = 4  # between two calls, while rows run
+PATIENCE = 8  # calls that a batch stays larger than its rows need, before it shrinks
 
 
-def _origin(index: int, accepted: int, proposed: int) -> Origin:
-    if index < accepted:
-        return "draft"
-    if proposed == 0:
-        return "target"
-    return "bonus" if accepted == proposed else "corrected"
+@dataclass(frozen=True)
+class PromptChunk:
+    """Some of a request's prompt, for its slot; `last` where the prompt ends with it."""
+
+    slot: int
+    request: Request
+    token_ids: list[int]
+    last: bool
 
 
 class Scheduler:
-    """Hands waiting requests to slots, in turns: a turn starts when the one before has ended."""
+    """Requests in order of arrival on their way through the slots of a batch.
 
-    def __init__(self, max_batch: int, requests: Iterable[Request]) -> None:
+    First come, first served: slots are given in order of arrival and prompts are run in that
+    order, each to its end. `submit` may be called from any thread, the rest by one at a time.
+    A request that has ended, for whatever reason, loses its place at the next `sweep`.
+    """
+
+    def __init__(self, max_batch: int, parts: int = 1) -> None:
         self.max_batch = max_batch
-        self._waiting = deque(requests)
-        self._slots: list[Request] = []
+        self._parts = parts  # that the slots are split into, all of one size
+        self.slots: list[Request | None] = []
+        self.vacated: set[int] = set()  # slots whose row on the device may still run
+        self._arrived: SimpleQueue[Request] = SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._prompts: deque[Request] = deque()  # with a slot, and a prompt that has not all run
+        self._roomy = 0  # calls in a row that fewer slots would have served
 
-    def next_turn(self) -> list[Request]:
-        """The requests of the next turn, in slot order; empty when all were served."""
-        if self.running():
-            raise RuntimeError("a turn is still running")
-        self._slots = [
-            self._waiting.popleft() for _ in range(min(self.max_batch, len(self._waiting)))
-        ]
-        return self._slots
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of the queue."""
+        self._arrived.put(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or holds a slot."""
+        return not self._arrived.empty() or bool(self._waiting) or bool(self.live())
+
+    def live(self) -> list[Request]:
+        """The requests that hold a slot, in slot order."""
+        return [request for request in self.slots if request]
 
     def running(self) -> list[tuple[int, Request]]:
-        """The unfinished requests of this turn with their slots."""
+        """The unfinished requests whose prompt has run, with their slots."""
         return [
             (slot, request)
-            for slot, request in enumerate(self._slots)
-            if request.finish_reason is None
+            for slot, request in enumerate(self.slots)
+            if request
+            and request.prefilled == len(request.prompt_ids)
+            and request.finish_reason is None
         ]
 
+    def sweep(self) -> list[Request]:
+        """Take in what has arrived and let go of what has ended; returns what was cut short."""
+        while not self._arrived.empty():
+            self._waiting.append(self._arrived.get())
+        ended = [one for one in (*self.slots, *self._waiting) if one and one.finish_reason]
+        for slot, request in enumerate(self.slots):
+            if request and request.finish_reason:
+                self.slots[slot] = None
+                self.vacated.add(slot)
+        self._waiting = _unfinished(self._waiting)
+        self._prompts = _unfinished(self._prompts)
+        return [one for one in ended if one.finish_reason in ("cancelled", "error")]
 
-def batch_tier(requests: int, max_batch: int) -> int:
-    """Rows of the smallest batch that holds the requests: a power of two, or `max_batch`."""
-    return min(1 << (requests - 1).bit_length(), max_batch)
+    def tier(self, requests: int) -> int:
+        """Slots of the smallest batch that holds so many requests."""
+        return batch_tier(requests, self.max_batch, self._parts)
+
+    def choose_batch(self, ready: Callable[[int], bool]) -> int:
+        """Slots that the next call should have.
+
+        All that have arrived get one, up to `max_batch`. A batch shrinks where none of its rows is
+        left, or where fewer slots have been enough for PATIENCE calls and `ready` says that a
+        batch of so many can run as it is.
+        """
+        live = len(self.live())
+        wanted = self.tier(max(live + len(self._waiting), 1))
+        if not live or wanted >= len(self.slots):
+            self._roomy = 0
+            return wanted
+        self._roomy += 1
+        if self._roomy <= PATIENCE or not ready(wanted):
+            return len(self.slots)
+        self._roomy = 0
+        return wanted
+
+    def resize(self, batch: int) -> list[int]:
+        """Move the live requests to the first of `batch` slots; returns each slot's old one.
+
+        A slot without a request names some old slot too, and is vacated.
+        """
+        held = [slot for slot, request in enumerate(self.slots) if request]
+        free = batch - len(held)
+        self.slots = [*self.live(), *[None] * free]
+        self.vacated = set(range(len(held), batch))
+        return held + [0] * free
+
+    def entering(self, batch: int) -> list[Request]:
+        """The requests that get a slot in a batch of this size."""
+        return list(self._waiting)[: batch - len(self.live())]
+
+    def enter(self) -> list[tuple[int, Request]]:
+        """Give the free slots to the requests that have waited longest."""
+        free = [slot for slot, request in enumerate(self.slots) if request is None]
+        entered = list(zip(free, list(self._waiting), strict=False))
+        for slot, request in entered:
+            self.slots[slot] = self._waiting.popleft()
+            self.vacated.discard(slot)
+            self._prompts.append(request)
+        return entered
+
+    def next_chunk(self, size: int) -> PromptChunk | None:
+        """At most `size` tokens of the prompt whose turn it is; None where all have run."""
+        if not self._prompts:
+            return None
+        request = self._prompts[0]
+        begin = request.prefilled
+        part = request.prompt_ids[begin : begin + size]
+        request.prefilled += len(part)
+        last = request.prefilled == len(request.prompt_ids)
+        if last:
+            self._prompts.popleft()
+        return PromptChunk(self.slots.index(request), request, part, last)
+
+    def chunks_allowed(self) -> int:
+        """Prompt chunks before the next call: running rows wait for a few, else one a slot."""
+        return PREFILL_CHUNKS if self.running() else max(PREFILL_CHUNKS, len(self.slots))
+
+    def rounds(self) -> int:
+        """Rounds of the next call: as many as the least patient of its requests allows, and no
+        more than BUSY_ROUNDS while another waits for a slot or for its prompt."""
+        most = min(request.patience for _, request in self.running())
+        return min(most, BUSY_ROUNDS) if self._waiting or self._prompts else most
+
+
+def _unfinished(requests: deque[Request]) -> deque[Request]:
+    return deque(request for request in requests if request.finish_reason is None)
+
+
+def batch_tier(requests: int, max_batch: int, parts: int = 1) -> int:
+    """Rows of the smallest batch that holds the requests: a power of two, or `max_batch`.
+
+    In equal parts: rounded up to a multiple of them.
+    """
+    rows = min(1 << (requests - 1).bit_length(), max_batch)
+    return -(-rows // parts) * parts

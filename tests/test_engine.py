@@ -3,14 +3,15 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dspark_jax import metrics
+from dspark_jax.advice import DraftAdvice
 from dspark_jax.config import NgramConfig
 from dspark_jax.engine import Engine
-from dspark_jax.metrics import RoundRecord
 from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import SamplingParams
 from dspark_jax.text import open_tokenizer
@@ -34,6 +35,10 @@ def texts():
     config = tiny_config(vocab=4096)
     tokenizer = open_tokenizer(DEMO)
     return Engine(config, random_params(config, scale=0.15), tokenizer, stop_ids=[0], max_batch=1)
+
+
+def share_programs(owner, other):
+    other._loop.programs._compiled = owner._loop.programs._compiled
 
 
 def alone(prompt, params, stop_ids=()):
@@ -62,7 +67,7 @@ def test_a_low_acceptance_is_told_once(engine):
     mixed = Engine(
         CONFIG, {"target": PARAMS["target"], "draft": bad["draft"]}, max_batch=2, report=told.append
     )
-    mixed._programs._compiled = engine._programs._compiled
+    share_programs(engine, mixed)
     mixed.generate([[3]], SamplingParams(max_tokens=20))
     assert told == []  # too few rounds to judge
     for _ in range(2):
@@ -72,13 +77,12 @@ def test_a_low_acceptance_is_told_once(engine):
     assert "Usual causes" in told[0]
 
 
-def test_what_a_low_acceptance_is_blamed_on(monkeypatch):
-    low = RoundRecord([1] * 60, [2] * 60)
-    monkeypatch.setattr("dspark_jax.engine.Programs", lambda config, params: None)
+def test_what_a_low_acceptance_is_blamed_on():
+    low = SimpleNamespace(acceptance_lengths=[1] * 60)
 
     def told(config):
         lines = []
-        Engine(config, {}, report=lines.append)._judge([low])
+        DraftAdvice(config, lines.append).count(low)
         return " ".join(lines)
 
     assert "target_layer_ids" in told(CONFIG)
@@ -86,9 +90,10 @@ def test_what_a_low_acceptance_is_blamed_on(monkeypatch):
     assert "hardly helps this target" in lookup
     assert not any(word in lookup for word in ("layout", "taps", "thinking"))
     assert told(replace(CONFIG, decode=replace(CONFIG.decode, confidence_threshold=0.5))) == ""
+    assert told(plain_config(CONFIG)) == ""
 
 
-def test_prompts_in_turns_equal_their_solo_runs(engine):
+def test_more_prompts_than_slots_equal_their_solo_runs(engine):
     params = SamplingParams(max_tokens=12)
     results = engine.generate(PROMPTS, params)
     for prompt, result in zip(PROMPTS, results, strict=True):
@@ -154,7 +159,7 @@ def test_stop_tokens_add_to_the_models_own_and_ignore_eos_drops_only_those(engin
     distinct = list(dict.fromkeys(tokens))
     own, extra = distinct[2], distinct[1]
     model = Engine(CONFIG, PARAMS, stop_ids=[own], max_batch=1)
-    model._programs = engine._programs
+    share_programs(engine, model)
 
     def output(**options):
         result = model.generate([PROMPTS[4]], replace(params, **options))[0]
@@ -218,14 +223,19 @@ def test_numpy_ids_and_no_prompts(engine):
     assert engine.generate([]) == []
 
 
-def test_an_open_stream_refuses_a_second_call_and_closing_it_frees_the_engine(engine):
+def test_calls_share_the_loop_with_an_open_stream_and_closing_it_cancels(engine):
     params = SamplingParams(max_tokens=12)
     stream = engine.stream(PROMPTS[2], params)
+    tokens = next(stream).token_ids
+    check(engine.generate([PROMPTS[3]], params)[0], alone(PROMPTS[3], params))
+    tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == alone(PROMPTS[2], params).tokens
+    stream = engine.stream(PROMPTS[2], params)
     next(stream)
-    with pytest.raises(RuntimeError, match="still open"):
-        engine.generate([[1]], params)
+    assert engine.busy
     stream.close()
-    check(engine.generate([PROMPTS[2]], params)[0], alone(PROMPTS[2], params))
+    engine.step()
+    assert not engine.busy
     for _ in engine.stream(PROMPTS[2], params):
         break  # dropped and thereby closed
     check(engine.generate([PROMPTS[2]], params)[0], alone(PROMPTS[2], params))
@@ -249,17 +259,19 @@ def test_seconds_leave_compilation_out(engine, monkeypatch):
 
 def test_only_what_is_used_is_compiled():
     small = Engine(CONFIG, PARAMS, max_batch=4)
+    programs = small._loop.programs
     small.generate([[1]], SamplingParams(max_tokens=2))
-    assert {(name, tier.batch) for name, tier in small._programs._compiled} == {
+    assert {(name, tier.batch) for name, tier in programs._compiled} == {
         ("admit", 1),
         ("prefill", 1),
         ("rounds", 1),
+        ("release", 1),
     }
-    assert not any(tier.sampled for name, tier in small._programs._compiled if name == "rounds")
+    assert programs.tiers == [Tier(1, sampled=False)]
     small.generate([[1]], SamplingParams(max_tokens=2, temperature=1.0))
-    assert len(small._programs._compiled) == 4  # sampled rounds came on top
+    assert len(programs._compiled) == 5  # sampled rounds came on top
     small.generate([[2, 3]], SamplingParams(max_tokens=4, temperature=0.3, top_p=0.5, seed=1))
-    assert len(small._programs._compiled) == 4
+    assert len(programs._compiled) == 5
 
 
 @pytest.mark.parametrize(
@@ -273,11 +285,20 @@ def test_only_what_is_used_is_compiled():
         ([{"logprobs": 20}], Tier(1, sampled=False, logprobs=20)),
     ],
 )
-def test_the_least_tier_that_serves_a_turn(engine, wanted, tier):
-    requests = engine.prepare(
-        [[1]] * len(wanted), [SamplingParams(max_tokens=2, **options) for options in wanted]
-    )
-    assert Tier.of(requests, max_batch=8) == tier
+def test_the_least_tier_that_serves_a_batch(wanted, tier):
+    each = [SamplingParams(max_tokens=2, **options) for options in wanted]
+    assert Tier.of(each, tier.batch) == tier
+    assert tier.serves(tier)
+    assert tier.least([Tier(tier.batch + 1), tier]) == tier
+
+
+def test_as_rows_leave_the_cheapest_compiled_tier_goes_on():
+    greedy, sampled = Tier(2, sampled=False), Tier(2)
+    reporting, controlled = Tier(2, sampled=False, logprobs=5), Tier(2, controls=True, logprobs=20)
+    assert greedy.least([controlled, reporting, sampled]) == sampled
+    assert greedy.least([controlled, reporting]) == reporting
+    assert reporting.least([sampled, greedy, controlled]) == controlled
+    assert sampled.least([greedy, reporting, Tier(4)]) is None
 
 
 def test_log_probabilities_do_not_depend_on_speculation(engine):

@@ -39,8 +39,7 @@ def command(engines, monkeypatch, tmp_path, capsys):
     def kept(target=None, draft=None, *, report, progress, max_batch, **options):
         key = (target, draft, *sorted(options.items()))
         made = load(target, draft, max_batch=8, report=report, progress=progress, **options)
-        engines.setdefault(key, made).max_batch = max_batch
-        return engines[key]
+        return engines.setdefault(key, made)
 
     monkeypatch.setattr("dspark_jax.loading.load", kept)
     monkeypatch.setattr(generate, "CACHE", tmp_path / "cache")

@@ -1,225 +1,178 @@
-"""Rounds, caps and stops as the reference counts them; turns and batch tiers."""
-
-import json
-from pathlib import Path
+"""Order, slots, chunks and rounds, without a model: rows are played by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dspark_jax import metrics
+from dspark_jax.accounting import Request
 from dspark_jax.request import SamplingParams
-from dspark_jax.scheduler import Request, Scheduler, batch_tier
-from dspark_jax.text import TextStream, open_tokenizer
-
-TESTS = Path(__file__).parent
-REFERENCE = json.loads((TESTS / "demo" / "reference.json").read_text())
-STOPS = json.loads((TESTS / "demo" / "stops.json").read_text())
-DEMO = TESTS.parent / "dspark_jax" / "demo" / "target"
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return open_tokenizer(DEMO)
+from dspark_jax.scheduler import (
+    BUSY_ROUNDS,
+    PATIENCE,
+    PREFILL_CHUNKS,
+    Scheduler,
+    batch_tier,
+)
+from dspark_jax.text import TextStream
 
 
-def request(max_tokens=8, stop_ids=(), tokenizer=None, stop=(), prompt=(1, 2)):
-    params = SamplingParams(max_tokens=max_tokens, stop=stop)
-    made = Request(prompt, params, 0, stop_ids, TextStream(tokenizer, stop))
-    made.start()
+def request(prompt=3, patience=16):
+    made = Request([1] * prompt, SamplingParams(max_tokens=4), 0, (), TextStream(None))
+    made.patience = patience
     return made
 
 
-def replay(case, made):
-    """Feed a recorded run: its first token, then each round; tokens past the record are 999."""
-    tokens = case["output_ids"][len(case["prompt_ids"]) :]
-    made.take_first(tokens[0])
-    place = 1
-    rounds = list(zip(case["acceptance_lengths"], case["proposal_lengths"], strict=True))
-    for number, (length, proposed) in enumerate(rounds):
-        emitted = [*tokens[place : place + length], *[999] * (place + length - len(tokens))]
-        inside = emitted[-1] in case["stop_token_ids"] and length == proposed
-        made.take_round(
-            emitted[:length], length - (not inside), proposed, number == len(rounds) - 1
-        )
-        place += length
+def settle(scheduler, batch=None):
+    """Sweep, take the batch that the scheduler chooses (or another) and fill it."""
+    scheduler.sweep()
+    batch = batch or scheduler.choose_batch(lambda size: True)
+    if batch != len(scheduler.slots):
+        scheduler.resize(batch)
+    return scheduler.enter()
 
 
-@pytest.mark.parametrize("index", range(len(REFERENCE["greedy"])))
-def test_recorded_runs_that_reach_the_cap(index, demo):
-    case = REFERENCE["greedy"][index]
-    made = request(case["max_new_tokens"], case["stop_token_ids"], demo)
-    replay(case, made)
-    result = made.result()
-    assert result.token_ids == case["output_ids"][len(case["prompt_ids"]) :]
-    assert result.finish_reason == "length"
-    assert result.acceptance_lengths == case["acceptance_lengths"]
-    assert result.proposal_lengths == case["proposal_lengths"]
-    assert result.text == demo.decode(result.token_ids)
-    assert len(result.from_draft) == len(result.token_ids)
+def prefill(scheduler, size=8):
+    """Run all prompts to their end; returns the chunks as (slot, tokens, last)."""
+    chunks = iter(lambda: scheduler.next_chunk(size), None)
+    return [(chunk.slot, len(chunk.token_ids), chunk.last) for chunk in chunks]
 
 
-@pytest.mark.parametrize("index", range(len(STOPS)))
-def test_recorded_runs_that_meet_a_stop_token(index, demo):
-    case = STOPS[index]
-    made = request(case["max_new_tokens"], case["stop_token_ids"], demo)
-    replay(case, made)
-    result = made.result()
-    assert result.token_ids[-1] in case["stop_token_ids"]
-    assert result.finish_reason == "stop"
-    assert result.text == demo.decode(result.token_ids[:-1])
-    assert result.acceptance_lengths == case["acceptance_lengths"]
-    assert result.proposal_lengths == case["proposal_lengths"]
+def filled(count, max_batch=8, **options):
+    """A scheduler with `count` running requests."""
+    scheduler, requests = Scheduler(max_batch), [request(**options) for _ in range(count)]
+    for made in requests:
+        scheduler.submit(made)
+    settle(scheduler)
+    prefill(scheduler)
+    return scheduler, requests
 
 
-def test_first_token_a_stop_records_no_round():
-    made = request(stop_ids=[5])
-    made.take_first(5)
-    result = made.result()
-    assert (result.token_ids, result.finish_reason) == ([5], "stop")
-    assert result.acceptance_lengths == result.proposal_lengths == result.accepted_drafts == []
-    assert metrics.acceptance_length([result]) is None
+def test_slots_are_given_in_order_of_arrival():
+    scheduler, requests = Scheduler(2), [request() for _ in range(5)]
+    assert not scheduler.busy
+    for made in requests:
+        scheduler.submit(made)
+    assert scheduler.busy
+    assert settle(scheduler) == [(0, requests[0]), (1, requests[1])]
+    assert scheduler.running() == []  # no prompt has run
+    assert prefill(scheduler) == [(0, 3, True), (1, 3, True)]
+    assert scheduler.running() == [(0, requests[0]), (1, requests[1])]
+    requests[1].cancel()
+    assert settle(scheduler) == [(1, requests[2])]
+    assert scheduler.vacated == set()  # its slot has been given anew
+    requests[0].cancel()
+    requests[3].cancel()  # while it waits
+    assert settle(scheduler) == [(0, requests[4])]
+    for made in requests:
+        made.cancel()
+    scheduler.sweep()
+    assert not scheduler.busy
+    assert scheduler.vacated == {0, 1}
 
 
-def test_one_token_records_one_round_of_which_nothing_is_kept():
-    made = request(max_tokens=1)
-    made.take_first(5)
-    assert made.finish_reason is None
-    made.take_round([6, 7], accepted=1, proposed=3, done=True)
-    result = made.result()
-    assert (result.token_ids, result.finish_reason) == ([5], "length")
-    assert (result.acceptance_lengths, result.proposal_lengths) == ([2], [3])
-    assert result.from_draft == [False]
+def test_what_was_cut_short_is_told_by_the_sweep():
+    scheduler, (ended, cancelled, failed, running) = filled(4)
+    waiting = request()
+    scheduler.submit(waiting)
+    ended.take_first(1)
+    ended.take_round([1, 1, 1], accepted=2, proposed=3, done=True)
+    for made in (cancelled, waiting):
+        made.cancel()
+    failed.fail(ValueError("x"))
+    assert scheduler.sweep() == [cancelled, failed, waiting]
+    assert scheduler.slots == [None, None, None, running]
+    assert scheduler.sweep() == []
 
 
-def test_a_stop_past_the_cap_is_no_stop_and_one_on_it_is():
-    past = request(max_tokens=2, stop_ids=[9])
-    past.take_first(5)
-    past.take_round([6, 9], accepted=2, proposed=2, done=True)
-    assert (past.result().token_ids, past.result().finish_reason) == ([5, 6], "length")
-    on = request(max_tokens=3, stop_ids=[9])
-    on.take_first(5)
-    on.take_round([6, 9], accepted=2, proposed=2, done=True)
-    assert (on.result().token_ids, on.result().finish_reason) == ([5, 6, 9], "stop")
-
-
-def test_origins():
-    made = request(max_tokens=20)
-    made.take_first(1)
-    made.take_round([2, 3, 4], accepted=2, proposed=3, done=False)
-    made.take_round([5, 6], accepted=1, proposed=1, done=False)
-    made.take_round([7], accepted=0, proposed=0, done=False)
-    assert made.take_chunk().origins == [
-        "target",
-        *("draft", "draft", "corrected"),
-        *("draft", "bonus"),
-        "target",
+def test_prompts_run_in_chunks_one_after_the_other():
+    scheduler = Scheduler(4)
+    for size in (9, 3, 4):
+        scheduler.submit(request(prompt=size))
+    settle(scheduler)
+    assert prefill(scheduler, size=4) == [
+        *((0, 4, False), (0, 4, False), (0, 1, True)),
+        (1, 3, True),
+        (2, 4, True),
     ]
-    made.take_round([8, 9], accepted=2, proposed=2, done=True)
-    assert made.take_chunk().origins == ["draft", "draft"]
-    assert made.result().from_draft[-2:] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("stop", "round_index", "lengths"),
-    [
-        (["a"], None, []),  # in the first token
-        (["b"], 0, [1]),  # an accepted draft
-        (["bc"], 0, [2]),
-        (["d"], 0, [3]),  # the bonus: counted as it is
-        (["cde"], 1, [3, 1]),  # across two rounds
-        (["zz"], None, [3, 3]),  # never
-    ],
-)
-def test_stop_strings_cut_text_tokens_and_the_round(demo, stop, round_index, lengths):
-    ids = [demo.encode(letter)[0] for letter in "abcdefg"]
-    made = request(max_tokens=7, tokenizer=demo, stop=stop)
-    made.take_first(ids[0])
-    for number, part in enumerate((ids[1:4], ids[4:7])):
-        if made.finish_reason is None:
-            made.take_round(part, accepted=2, proposed=5, done=number == 1)
-    result = made.result()
-    assert result.acceptance_lengths == lengths
-    text = "abcdefg".split(stop[0])[0]
-    assert result.text == text
-    if stop == ["zz"]:
-        assert result.finish_reason == "length"
-        assert result.proposal_lengths == [5, 5]
-        return
-    assert result.finish_reason == "stop"
-    assert result.token_ids == ids[: len(text) + len(stop[0])]
-    inside = lengths and lengths[-1] <= 2
-    assert result.proposal_lengths == [5] * (len(lengths) - 1) + (
-        [] if not lengths else [lengths[-1] if inside else 5]
-    )
+def test_a_prompt_that_is_cancelled_runs_no_further():
+    scheduler = Scheduler(2)
+    long, short = request(prompt=9), request()
+    scheduler.submit(long)
+    scheduler.submit(short)
+    settle(scheduler)
+    scheduler.next_chunk(4)
+    long.cancel()
+    scheduler.sweep()
+    assert prefill(scheduler, size=4) == [(1, 3, True)]
 
 
-def test_held_text_comes_out_at_the_cap(demo):
-    ids = [demo.encode(letter)[0] for letter in "ab"]
-    made = request(max_tokens=2, tokenizer=demo, stop=["bc"])
-    made.take_first(ids[0])
-    made.take_round([ids[1], 7], accepted=1, proposed=3, done=True)
-    assert made.result().text == "ab"
-    assert made.take_chunk().text == "ab"
+def test_running_rows_wait_for_a_few_chunks_only():
+    scheduler = Scheduler(16)
+    for _ in range(12):
+        scheduler.submit(request())
+    settle(scheduler)
+    assert scheduler.chunks_allowed() == 16  # nothing runs: all prompts may
+    scheduler.next_chunk(8)
+    assert scheduler.chunks_allowed() == PREFILL_CHUNKS
 
 
-@given(
-    splits=st.lists(st.booleans(), min_size=1, max_size=12),
-    cap=st.integers(1, 12),
-)
-def test_chunks_join_to_the_result(splits, cap):
-    tokenizer = open_tokenizer(DEMO)
-    ids = tokenizer.encode("naïve 漢字 🙂 = [1, 2]\n")
-    made = request(max_tokens=cap, tokenizer=tokenizer)
-    made.take_first(ids[0])
-    chunks = []
-    for number, told in enumerate(splits):
-        last = number == len(splits) - 1
-        made.take_round(ids[1 + 2 * number : 3 + 2 * number], accepted=1, proposed=3, done=last)
-        if told or last:
-            chunks.append(made.take_chunk())
-    result = made.result()
-    assert [i for chunk in chunks for i in chunk.token_ids] == result.token_ids
-    assert "".join(chunk.text for chunk in chunks) == result.text
-    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1].finish_reason == "length"
+def test_the_least_patient_request_sets_the_rounds_and_who_waits_shortens_them():
+    scheduler, (first, _) = filled(2, max_batch=2)
+    assert scheduler.rounds() == 16
+    first.patience = 4
+    assert scheduler.rounds() == 4
+    late = request(prompt=9, patience=1)
+    scheduler.submit(late)
+    scheduler.sweep()
+    assert scheduler.rounds() == BUSY_ROUNDS  # it waits for a slot
+    first.cancel()
+    settle(scheduler)
+    scheduler.next_chunk(8)
+    assert scheduler.rounds() == BUSY_ROUNDS  # and now for its prompt
+    scheduler.next_chunk(8)
+    assert scheduler.rounds() == 1
 
 
-def test_log_probabilities_follow_the_tokens_that_are_kept():
-    params = SamplingParams(max_tokens=3, logprobs=0)
-    made = Request([1], params, 0, [], TextStream(None))
-    made.start()
-    made.take_first(5, [{5: -0.5}])
-    made.take_round([6, 7, 8], 2, 2, True, [{6: -1.0}, {7: -2.0}, {8: -3.0}])
-    assert made.result().logprobs == [{5: -0.5}, {6: -1.0}, {7: -2.0}]
-    assert made.take_chunk().logprobs == [{5: -0.5}, {6: -1.0}, {7: -2.0}]
-    assert request().take_chunk().logprobs is None
+def test_a_batch_grows_at_once_and_rows_keep_their_order():
+    scheduler, (first, second) = filled(2)
+    assert len(scheduler.slots) == 2
+    for _ in range(2):
+        scheduler.submit(request())
+    first.cancel()
+    scheduler.sweep()
+    assert scheduler.entering(4) == list(scheduler._waiting)
+    assert scheduler.choose_batch(lambda size: True) == 4
+    assert scheduler.resize(4) == [1, 0, 0, 0]
+    assert scheduler.slots[0] is second
+    assert scheduler.vacated == {1, 2, 3}
+    assert [slot for slot, _ in scheduler.enter()] == [1, 2]
+    assert scheduler.vacated == {3}
 
 
-def test_seconds_run_from_admission_to_the_last_token():
-    made = request(max_tokens=1)
-    with pytest.raises(RuntimeError, match="not finished"):
-        made.result()
-    made.take_first(5)
-    made.take_round([6], accepted=0, proposed=0, done=True)
-    assert 0 < made.result().seconds < 60
+def test_a_batch_shrinks_after_a_while_and_only_to_what_can_run():
+    scheduler, requests = filled(8)
+    for made in requests[:6]:
+        made.cancel()
+    scheduler.sweep()
+    calls = [scheduler.choose_batch(lambda size: True) for _ in range(PATIENCE + 1)]
+    assert calls == [8] * PATIENCE + [2]
+    assert {scheduler.choose_batch(lambda size: False) for _ in range(3 * PATIENCE)} == {8}
+    scheduler.choose_batch(lambda size: True)
+    for _ in range(3):
+        scheduler.submit(request())
+    scheduler.sweep()
+    assert scheduler.choose_batch(lambda size: True) == 8  # and counts anew
+    assert scheduler.resize(2) == [6, 7]
+    assert scheduler.slots == requests[6:]
 
 
-def test_turns_hold_at_most_max_batch_and_keep_order():
-    requests = [request() for _ in range(5)]
-    scheduler = Scheduler(2, requests)
-    seen = []
-    while turn := scheduler.next_turn():
-        assert [slot for slot, _ in scheduler.running()] == list(range(len(turn)))
-        with pytest.raises(RuntimeError, match="still running"):
-            scheduler.next_turn()
-        for made in turn:
-            made.take_first(1)
-            made.take_round([1], accepted=0, proposed=0, done=True)
-        assert scheduler.running() == []
-        seen.append(list(turn))
-    assert [len(turn) for turn in seen] == [2, 2, 1]
-    assert [made for turn in seen for made in turn] == requests
+def test_an_idle_batch_takes_the_size_that_is_asked_for():
+    scheduler, requests = filled(8)
+    for made in requests:
+        made.cancel()
+    scheduler.submit(request())
+    scheduler.sweep()
+    assert scheduler.choose_batch(lambda size: False) == 1
 
 
 @pytest.mark.parametrize(
