@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.controls import init_controls
 from dspark_jax.decode import entry
 from dspark_jax.sharding import make_state
-from dspark_jax.state import DecodeState, KVCache
+from dspark_jax.state import Controls, DecodeState, KVCache
 
 
 @entry
@@ -67,4 +67,10 @@ def fit_controls(config: ModelConfig, state: DecodeState, mesh: Mesh | None = No
     wanted = config.target.vocab_size if config.decode.controls else 0
     if width == wanted:
         return state
-    return replace(state, controls=make_state(partial(init_controls, batch, wanted), mesh))
+    return replace(state, controls=make_state(_controls_builder(batch, wanted), mesh))
+
+
+@lru_cache(maxsize=64)
+def _controls_builder(batch: int, width: int) -> Callable[[], Controls]:
+    """One object for each shape: on a mesh it is compiled, once for each object."""
+    return partial(init_controls, batch, width)

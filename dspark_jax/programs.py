@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,7 @@ class Programs:
         return self.release(tier, state, range(tier.batch))
 
     def _build(self, tier: Tier) -> Callable[[], DecodeState]:
-        return partial(decode.init_state, tier.configure(self.config), tier.batch)
+        return _state_builder(tier.configure(self.config), tier.batch)
 
     def admit(self, tier: Tier, state: DecodeState, slot: int, request: Request) -> DecodeState:
         """Give a slot to a request."""
@@ -166,6 +166,12 @@ class Programs:
         named = np.zeros(tier.batch, bool)
         named[list(slots)] = True
         return self._compiled[_key("release", tier)](state, named)
+
+
+@lru_cache(maxsize=64)
+def _state_builder(config: ModelConfig, batch: int) -> Callable[[], DecodeState]:
+    """One object for each shape: on a mesh it is compiled, once for each object."""
+    return partial(decode.init_state, config, batch)
 
 
 def _key(name: str, tier: Tier) -> tuple[str, Tier]:
