@@ -14,6 +14,7 @@ COMMANDS = {
     "step": "plain decode, draft step, verify step and round on weights of true shapes",
     "profile": "a round's device time by kind of kernel and by stage, beside plain decoding",
     "prefill": "prompts in chunks: tokens a second, time to first token, share of the peak",
+    "drift": "how often bfloat16 parts a greedy text from that of plain decoding",
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }
