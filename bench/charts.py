@@ -14,7 +14,9 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#000000"),
+)  # of Okabe and Ito
 LEAST_DRAWN = 10  # rounds that a position needs to be drawn
 PERCENTILES = ("p50", "p90", "p99")
 LATENCIES = {

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 from bench.hlo import COPIES, Instruction, Program
 
-CLASSES = ("matmul", "attention", "elementwise", "norm", "sampling", "copies", "gaps")
+CLASSES = (
+    *("matmul", "attention", "elementwise", "norm", "sampling", "copies", "collectives", "gaps"),
+)
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 STAGES = ("dspark_propose", "target_verify", "decode_sample")
 SEARCHED = 20  # instructions, for a stage
 OTHER = "other"  # no stage: the loop itself and what it keeps of each round
@@ -19,6 +22,7 @@ CONTAINERS = ("while", "conditional", "call")
 
 # In this order; the first that fits. Kernels of libraries and of this package carry such names.
 NAMES = (
+    ("collectives", r"nccl|all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|collective"),
     ("copies", r"^mem(cpy|set)|copy|transpose"),
     ("attention", r"attention|attend|flash|fmha|cudnn|join_runs"),
     ("sampling", r"markov|walk_step|argmax|sort|top_?k|rng|threefry"),
@@ -48,6 +52,8 @@ class Kernels:
             return class_of_name(name)
         parts = self._program.contents(one)
         scopes = one.op_name.split("/")
+        if one.opcode.startswith(COLLECTIVES):
+            return "collectives"
         if self._program.root(one).opcode in COPIES or one.opcode.startswith("copy"):
             return "copies"
         if any("block_attention" in scope for scope in scopes):

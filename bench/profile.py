@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from bench.kernel_classes import CLASSES, CONTAINERS, OTHER, STAGES, Kernels
 from bench.loops import Loop, compile_loops, rewind
+from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, filled_state
 from bench.output import append_lines, check_chart, save_chart
 from bench.step import PAPER_LENGTH, ROOM, Line, pair
@@ -80,8 +81,8 @@ def summarize(events: Sequence[Event], kernels: Kernels, rounds: int) -> dict[st
 
 def profile(loop: Loop, batch: int, cached: int, rounds: int) -> dict[str, Any]:
     """Trace one call of `rounds` rounds, after a first one whose wall time is the warm-up."""
-    count = jnp.int32(rounds)
-    state = rewind(filled_state(loop.config, batch, cached), cached)
+    count = np.int32(rounds)
+    state = rewind(filled_state(loop.config, batch, cached, loop.mesh), cached)
     jax.block_until_ready(state)
     begin = time.perf_counter()
     state, _ = loop.run(state, count)
@@ -146,6 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LENGTH",
         help=f"acceptance length of the launches a token ({PAPER_LENGTH})",
     )
+    add_mesh_flags(parser)
     add("--out", type=Path, metavar="FILE", help="append JSON Lines here")
     add("--chart", type=Path, metavar="FILE", help="shares as bars, .svg or .png")
     return parser
@@ -161,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_chart(options.chart)
     resolve_implementation(options.implementation)
     length = options.cached + ROOM
-    config, params = pair(options.model, options.dtype, max_length=length)
+    mesh = mesh_of(options, [options.batch])
+    config, params = pair(options.model, options.dtype, mesh, max_length=length)
     switches = {
         "implementation": options.implementation,
         "sampled": options.sampled,
@@ -170,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     config = replace(config, decode=replace(config.decode, **switches))
     lines = []
-    for loop in compile_loops(config, params, options.batch, COLUMNS):
+    for loop in compile_loops(config, params, options.batch, COLUMNS, mesh):
         tell(f"tracing {options.rounds} rounds of {loop.name}")
         found = profile(loop, options.batch, options.cached, options.rounds)
         emitted = options.batch * (options.acceptance if loop.name == "round" else 1)
@@ -180,11 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "name": loop.name,
                 "implementation": ran_by(loop.config),
                 "sampled": options.sampled,
-                "shape": {
-                    "model": options.model,
-                    "batch": options.batch,
-                    "cached": options.cached,
-                },
+                "shape": shape_of(options.model, options.batch, options.cached, mesh),
                 **found,
                 "kernels_per_token": round(found["kernels"] / emitted, 1),
                 "rounds": options.rounds,

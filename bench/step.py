@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.loops import ENTRIES, Loop, compile_loops, idle_shares, inspect, time_step
+from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, Dtype, filled_state, model_config, random_params, tree_bytes
 from bench.output import append_lines, check_chart, save_chart
 from bench.timing import read_bandwidth
@@ -27,7 +28,7 @@ from dspark_jax.cache import cache_bytes
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.loading import load, ran_by
-from dspark_jax.sharding import DATA, TENSOR, check_divisible, device_share, make_mesh
+from dspark_jax.sharding import DATA, TENSOR, check_divisible, device_share
 from dspark_jax.state import DecodeState, Params
 from pallas_kernels.platform import default_device, resolve_implementation
 
@@ -94,9 +95,6 @@ def _record(
 ) -> tuple[Line, DecodeState]:
     batch, cached, rate = point
     moved = step_bytes(loop.config, params, batch, cached, loop.mesh)[loop.name]
-    shape: dict[str, Any] = {"model": name, "batch": batch, "cached": cached}
-    if loop.mesh:
-        shape["mesh"] = dict(loop.mesh.shape)
     time_us, state = time_step(loop, state, cached)
     floor_us = moved / rate * 1e6
     line = {
@@ -104,7 +102,7 @@ def _record(
         "name": loop.name,
         "implementation": ran_by(loop.config),
         "sampled": loop.config.decode.sampled,
-        "shape": shape,
+        "shape": shape_of(name, batch, cached, loop.mesh),
         "time_us": round(time_us, 1),
         "bytes": moved,
         "floor_us": round(floor_us, 1),
@@ -223,21 +221,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LENGTH",
         help=f"acceptance lengths of the derived figures ({PAPER_LENGTH}, the paper's)",
     )
-    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that split it (1)")
-    add("--data-parallel", type=int, default=1, metavar="N", help="devices that split --batch (1)")
+    add_mesh_flags(parser)
     add("--out", type=Path, metavar="FILE", help="append JSON Lines here")
     add("--chart", type=Path, metavar="FILE", help="times against the floor, .svg or .png")
     return parser
-
-
-def _mesh(options: argparse.Namespace) -> Mesh | None:
-    tensor, data = options.tensor_parallel, options.data_parallel
-    if min(tensor, data) < 1:
-        raise ValueError("--tensor-parallel and --data-parallel must be positive")
-    for batch in options.batch:
-        if batch % data:
-            raise ValueError(f"--data-parallel {data} does not divide --batch {batch}")
-    return make_mesh(tensor, data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -245,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if min(*options.batch, *options.cached) < 1:
         raise ValueError("--batch and --cached must be positive")
-    mesh = _mesh(options)
+    mesh = mesh_of(options, options.batch)
     if min(options.acceptance) <= 0:
         raise ValueError("--acceptance: an acceptance length is above 0")
     check_chart(options.chart)

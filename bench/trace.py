@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-GPU_PLANE, CPU_PLANE = "/device:GPU", "/host:CPU"
+GPU_PLANE, CPU_PLANE = "/device:GPU:", "/host:CPU"
 THUNKS = 2  # level of the host tracer that notes what a CPU runs; kernels need none
 
 
@@ -47,8 +47,10 @@ def record_events(call: Callable[[], Any]) -> list[Event]:
 
 def _read(folder: Path) -> Iterator[Event]:
     for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            on_gpu = plane.name.startswith(GPU_PLANE)
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        devices = sorted(plane.name for plane in planes if plane.name.startswith(GPU_PLANE))
+        for plane in planes:
+            on_gpu = plane.name in devices[:1]  # all devices of a mesh do the same
             if not on_gpu and plane.name != CPU_PLANE:
                 continue
             for line in plane.lines:

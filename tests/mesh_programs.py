@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from bench import step
 from dspark_jax import decode, load
 from dspark_jax.cache import capacity
 from dspark_jax.config import ModelConfig
@@ -141,3 +144,16 @@ def test_each_device_holds_its_share() -> None:
     assert plan.cache == alone.cache / 4
     assert plan.weights < 0.55 * alone.weights
     assert plan.workspace < alone.workspace
+
+
+@pytest.mark.parametrize("flags", [["--tensor-parallel", "2"], ["--data-parallel", "2"]])
+def test_bench_step_measures_on_a_mesh(flags: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "step.jsonl"
+    fast = ["--batch", "2", "--cached", "8", "--step", "round", "--out", str(out)]
+    assert step.main([*flags, *fast]) == 0
+    (line,) = map(json.loads, out.read_text().splitlines())
+    sizes = {"tensor": 1, "data": 1} | {flags[0].split("-")[2]: 2}
+    assert line["shape"]["mesh"] == sizes
+    mesh = make_mesh(sizes["tensor"], sizes["data"])
+    config, params = step.pair("embedded", "float32", mesh, max_length=520)
+    assert line["bytes"] == step.step_bytes(config, params, 2, 8, mesh)["round"]

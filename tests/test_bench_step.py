@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from bench import hlo
+from bench import hlo, step
 from bench.__main__ import main
 from bench.loops import compile_loops
 from bench.step import derive
@@ -168,3 +168,13 @@ def test_a_mistake_is_one_sentence(flags, words, capsys):
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_numbers_of_devices_are_checked() -> None:
+    for flags, words in (
+        (["--tensor-parallel", "0"], "must be at least 1"),
+        (["--data-parallel", "2", "--batch", "3"], "--data-parallel 2 does not divide --batch 3"),
+        (["--tensor-parallel", "64"], "need 64 devices"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            step.main(flags)
