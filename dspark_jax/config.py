@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dspark_jax.tiers import BatchCosts
+
 EMBEDDING_TAP = -1
 GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy for both networks (DeepSpec, utils/sampling)
 
@@ -188,6 +190,8 @@ class DecodeConfig:
     prefill_chunk: int = 256
     num_drafts: int = 0  # P; 0 is plain decoding
     confidence_threshold: float = 0.0
+    costs: tuple[BatchCosts, ...] = ()  # of each batch: verification is scheduled by them
+    temperatures: tuple[float, ...] = ()  # of the confidence logits, by position; () is 1
     rejection: Literal["token", "block", "gumbel"] = "token"
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
     draft_top_k: int = 0

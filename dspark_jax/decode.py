@@ -16,11 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.cache import allocate, capacity, read_slot, take_slot, write_slot
 from dspark_jax.config import ModelConfig
-from dspark_jax.controls import adjust, admit_controls, count_generated, init_controls, mark_prompt
+from dspark_jax.controls import adjust, admit_controls, init_controls, mark_prompt
 from dspark_jax.drafters import drafter_of, taps_of
-from dspark_jax.layers import bind
+from dspark_jax.rounds import bind_target, propose, run_round, verify_proposal
 from dspark_jax.sampling import draw_token, report_logprobs
 from dspark_jax.sharding import DATA, axis_size, constrain, settle
+from dspark_jax.schedule import admit_gains, init_gains
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,
@@ -36,8 +37,7 @@ from dspark_jax.state import (
     Sampling,
     StepOutput,
 )
-from dspark_jax.target import Target
-from dspark_jax.verify import is_stop, verify
+from dspark_jax.verify import is_stop
 
 
 def entry(function: Callable[..., Any]) -> Any:
@@ -80,6 +80,7 @@ def init_state(config: ModelConfig, batch: int) -> DecodeState:
             ),
         ),
         context_len=integers(0),
+        gains=init_gains(batch) if config.decode.costs else (),
     )
 
 
@@ -105,6 +106,7 @@ def admit(
         if config.decode.controls
         else state.controls,
         context_len=state.context_len.at[slot].set(0),
+        gains=admit_gains(state.gains, slot) if config.decode.costs else state.gains,
     )
 
 
@@ -129,7 +131,7 @@ def prefill(
     parts = axis_size(DATA)  # each part of the slots runs the chunk, one of them for its slot
     start, counts = (jnp.broadcast_to(x, (parts,)) for x in (state.cached[slot], count))
     chunk = jnp.broadcast_to(tokens, (parts, *tokens.shape))
-    target = _target(config, params)
+    target = bind_target(config, params)
     with jax.named_scope("prefill"):
         hidden, tapped, part = target(
             chunk,
@@ -193,7 +195,7 @@ def draft_step(
     Without a draft the proposal is empty: plain decoding is a round of no drafts. (What the step
     does is the drafter's business: `drafters`.)
     """
-    return _draft_step(config, params, state)
+    return propose(config, params, state)
 
 
 @entry
@@ -201,7 +203,7 @@ def verify_step(
     config: ModelConfig, params: Params, state: DecodeState, proposal: Proposal
 ) -> tuple[DecodeState, StepOutput]:
     """Run the target on the anchor and its drafts, accept a prefix, commit it."""
-    return _verify_step(config, params, state, proposal)
+    return verify_proposal(config, params, state, proposal)
 
 
 @entry
@@ -209,7 +211,7 @@ def decode_round(
     config: ModelConfig, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepOutput]:
     """One round: draft, verify, accept, commit."""
-    return _decode_round(config, params, state)
+    return run_round(config, params, state)
 
 
 @entry
@@ -239,7 +241,7 @@ def decode_rounds(
 
     def step(carry: tuple[DecodeState, Rounds, Array]) -> tuple[DecodeState, Rounds, Array]:
         state, out, index = carry
-        state, one = _decode_round(config, params, state)
+        state, one = run_round(config, params, state)
         row = Rounds(one.tokens, one.counts, one.logprobs, one.possible)
         out = jax.tree.map(lambda all_rounds, x: all_rounds.at[:, index].set(x), out, row)
         return state, out, index + 1
@@ -251,70 +253,3 @@ def decode_rounds(
 def _logprobs_width(config: ModelConfig) -> int:
     count = min(config.decode.logprobs, config.target.vocab_size)
     return count + 1 if count else 0
-
-
-def _target(config: ModelConfig, params: Params) -> Target:
-    return bind(Target, config.target, config.dtype, params["target"])
-
-
-def _decode_round(
-    config: ModelConfig, params: Params, state: DecodeState
-) -> tuple[DecodeState, StepOutput]:
-    state, proposal = _draft_step(config, params, state)
-    return _verify_step(config, params, state, proposal)
-
-
-def _draft_step(
-    config: ModelConfig, params: Params, state: DecodeState
-) -> tuple[DecodeState, Proposal]:
-    drafter = drafter_of(config)
-    with jax.named_scope("dspark_propose"):
-        waiting = state.cached - state.context_len
-        own = drafter.absorb(config, params, state.draft, state.context, waiting, state.context_len)
-        own, proposal = drafter.propose(config, params, replace(state, draft=own))
-    return replace(state, draft=own), proposal
-
-
-def _verify_step(
-    config: ModelConfig, params: Params, state: DecodeState, proposal: Proposal
-) -> tuple[DecodeState, StepOutput]:
-    target = _target(config, params)
-    with jax.named_scope("target_verify"):
-        tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
-        hidden, tapped, cache = target(
-            tokens,
-            state.target,
-            state.cached,
-            taps_of(config),
-            config.decode.implementation,
-        )
-        logits = target.logits(hidden)
-    with jax.named_scope("decode_sample"):
-        output = verify(logits, proposal, state, config.decode)
-        rows = ContextRows(tokens=tokens, features=tapped)
-        state = commit(replace(state, target=cache), output, rows)
-        if config.decode.controls:
-            counted = count_generated(state.controls, output.tokens, output.counts[:, 0])
-            state = replace(state, controls=counted)
-    return state, output
-
-
-def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeState:
-    """Advance `cached`, not past the limit; a row that was finished before stays as it was."""
-
-    def kept(old: Array, new: Array) -> Array:
-        return jnp.where(finished.reshape(-1, *[1] * (new.ndim - 1)), old, new)
-
-    emitted, finished = output.counts[:, 0], state.done
-    advance = jnp.minimum(emitted, state.limit - state.cached)
-    places = jnp.maximum(emitted - 1, 0)[:, None]
-    anchor = jnp.take_along_axis(output.tokens, places, axis=1)[:, 0]
-    return replace(
-        state,
-        cached=jnp.where(finished, state.cached, state.cached + advance),
-        anchor=jnp.where(finished, state.anchor, anchor),
-        done=output.counts[:, 3] > 0,
-        context=jax.tree.map(kept, state.context, rows),
-        # Cut like `cached`: the next draft writes the context at their difference.
-        context_len=jnp.where(finished, state.context_len, advance),
-    )

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import LayersConfig, RopeConfig
+from dspark_jax.packing import WHOLE, Packing, Whole
 from dspark_jax.sharding import CACHE, per_device, spec
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.qkv_write import qkv_write
@@ -149,13 +150,14 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "*rows D"],
         rope: Rope,
         k_cache: Float[Array, "B S K H"],
         v_cache: Float[Array, "B S K H"],
         start: Int[Array, " B"],
+        packing: Packing | Whole = WHOLE,
         **mask: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    ) -> tuple[Float[Array, "*rows D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Write the T rows at `start`, attend over everything up to them (`mask`: see the op)."""
         config = self.config
         norms: tuple[Any, Any] = (None, None)
@@ -175,7 +177,10 @@ class Attention(nnx.Module):
             (rows, whole, whole, slots, slots, cache, cache, slots),
             (rows, cache, cache),
         )
-        out, k_cache, v_cache = attend(self.qkv_proj(x), *norms, *rope, k_cache, v_cache, start)
+        out, k_cache, v_cache = attend(
+            packing.unpack(self.qkv_proj(x)), *norms, *rope, k_cache, v_cache, start
+        )
+        out = packing.pack(out)
         return self.o_proj(out), k_cache, v_cache
 
 
@@ -186,12 +191,13 @@ class MLP(nnx.Module):
         self.gate_up_proj = Linear(2 * config.intermediate_size, config.hidden_size, dtype=dtype)
         self.down_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         def gated(gate_up: Array) -> Array:
             gate, up = jnp.split(gate_up, 2, axis=-1)
             return jax.nn.silu(gate) * up
 
-        gated = per_device(gated, [spec("B T F")], spec("B T F"))
+        columns = spec("B T F" if x.ndim == 3 else "- F")
+        gated = per_device(gated, [columns], columns)
         return self.down_proj(gated(self.gate_up_proj(x)))
 
 
@@ -205,15 +211,16 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "*rows D"],
         rope: Rope,
         k_cache: Float[Array, "B S K H"],
         v_cache: Float[Array, "B S K H"],
         start: Int[Array, " B"],
+        packing: Packing | Whole = WHOLE,
         **mask: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    ) -> tuple[Float[Array, "*rows D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         attended, k_cache, v_cache = self.self_attn(
-            self.input_layernorm(x), rope, k_cache, v_cache, start, **mask
+            self.input_layernorm(x), rope, k_cache, v_cache, start, packing, **mask
         )
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), k_cache, v_cache

@@ -186,7 +186,7 @@ def state_specs(state: Any) -> Any:
     def specs(part: Any) -> Any:
         letters = CACHE if isinstance(part, KVCache) else "B"
         # jax keeps what holds no element whole, whatever is asked
-        return jax.tree.map(lambda x: spec(letters) if x.size else P(), part)
+        return jax.tree.map(lambda x: spec(letters) if x.size and x.ndim else P(), part)
 
     return jax.tree.map(specs, state, is_leaf=lambda part: isinstance(part, KVCache))
 

@@ -74,6 +74,22 @@ class ContextRows:
 
 
 @struct.dataclass
+class Gains:
+    """What drafting has brought lately, for the choice of whether the next round drafts.
+
+    `rounds` and `tokens` are of each row: drafted rounds, and the mean of what one emitted. `cost`
+    is the mean cost of a drafted round, `idle` the rounds since the last one, `wait` how many of
+    them may pass before drafting is tried again.
+    """
+
+    rounds: Int[Array, " B"]
+    tokens: Float[Array, " B"]
+    cost: Float[Array, ""]
+    idle: Int[Array, ""]
+    wait: Int[Array, ""]
+
+
+@struct.dataclass
 class DecodeState:
     """All rows of a batch between two rounds.
 
@@ -94,6 +110,7 @@ class DecodeState:
     draft: Any
     context: ContextRows  # of the last verify pass
     context_len: Int[Array, " B"]
+    gains: Any  # Gains where verification is scheduled, else ()
 
 
 @struct.dataclass

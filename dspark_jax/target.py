@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import EMBEDDING_TAP, TargetConfig
 from dspark_jax.layers import DecoderLayer, Embedding, Linear, RMSNorm, project, rope_table
+from dspark_jax.packing import WHOLE, Packing, Whole
 from dspark_jax.state import KVCache
 
 
@@ -43,16 +44,18 @@ class Target(nnx.Module):
         start: Int[Array, " B"],
         taps: tuple[int, ...],
         implementation: str,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CD"], KVCache]:
+        packing: Packing | Whole = WHOLE,
+    ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows CD"], KVCache]:
         """Run T rows at positions start..start+T-1, each seeing the cache rows before it.
 
         Returns the normed hidden states, the outputs of the tapped layers side by side in tap
-        order (-1 is the embedding), and the cache with T more rows.
+        order (-1 is the embedding), and the cache with T more rows. With a packing the first two
+        are packed, and what a row that it leaves out writes is garbage.
         """
         layers = self.config.layers
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         rope = rope_table(layers.rope, layers.head_dim, positions)
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(packing.pack(tokens))
         outputs = {EMBEDDING_TAP: x}
         keys, values = [], []
         for index, layer in enumerate(self.layers):
@@ -62,6 +65,7 @@ class Target(nnx.Module):
                 cache.k[index],
                 cache.v[index],
                 start,
+                packing,
                 causal=True,
                 window=layers.windows[index],
                 implementation=implementation,

@@ -296,3 +296,29 @@ def clustered_ratio(
     ratio = top.sum() / bottom.sum()
     spread = ((top - ratio * bottom) ** 2).sum() * len(top) / (len(top) - 1)
     return float(ratio), float(np.sqrt(spread) / bottom.sum())
+
+
+def algorithm_1(
+    alive: np.ndarray, active: np.ndarray, curve: np.ndarray, tiers: tuple[int, ...]
+) -> tuple[np.ndarray, int]:
+    """Lengths by the paper's loop with its early stop, then the tier filled; and the tier."""
+    items = [
+        (-float(a), r, j) for r in np.flatnonzero(active) for j, a in enumerate(alive[r], start=1)
+    ]
+    items.sort()
+    tokens = expected = int(active.sum())
+    best, chosen = expected / float(curve[tokens]), 0
+    total = np.float32(0)
+    for negative, _, _ in items:
+        total += np.float32(-negative)
+        rate = np.float32(expected + total) / np.float32(curve[tokens + 1])
+        tokens += 1
+        if rate <= np.float32(best):
+            break
+        best, chosen = rate, chosen + 1
+    running = int(active.sum())
+    size = next(tier for tier in tiers if tier >= running + chosen)
+    lengths = np.zeros(len(alive), int)
+    for _, r, j in items[: size - running]:
+        lengths[r] = j
+    return lengths, size

@@ -1,0 +1,208 @@
+"""What a round does: draft, choose what is verified, verify, commit. Pure functions, no jit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.controls import count_generated
+from dspark_jax.drafters import NONE, drafter_of, taps_of
+from dspark_jax.layers import bind
+from dspark_jax.packing import WHOLE, Packing, Whole, pack_rows
+from dspark_jax.schedule import (
+    after_drafting,
+    choose_tier,
+    confidences,
+    fill_tier,
+    pays,
+    survival,
+)
+from dspark_jax.state import ContextRows, DecodeState, KVCache, Params, Proposal, StepOutput
+from dspark_jax.target import Target
+from dspark_jax.tiers import BatchCosts, costs_of
+from dspark_jax.verify import verify
+
+Verified = tuple[KVCache, ContextRows, StepOutput]
+
+
+def bind_target(config: ModelConfig, params: Params) -> Target:
+    return bind(Target, config.target, config.dtype, params["target"])
+
+
+def run_round(
+    config: ModelConfig, params: Params, state: DecodeState
+) -> tuple[DecodeState, StepOutput]:
+    """Draft, verify, accept, commit; where verification is scheduled, draft only where it pays."""
+    if not config.decode.costs:
+        state, proposal = propose(config, params, state)
+        return verify_proposal(config, params, state, proposal)
+    costs = batch_costs(config, state)
+    paid = pays(state.gains, ~state.done, costs.plain)
+    drafting = paid | (state.gains.idle >= state.gains.wait)
+    return jax.lax.cond(
+        drafting,
+        partial(drafted_round, config, params, paid),
+        partial(plain_round, config, params),
+        state,
+    )
+
+
+def batch_costs(config: ModelConfig, state: DecodeState) -> BatchCosts:
+    return costs_of(config.decode.costs, state.cached.shape[0])
+
+
+def drafted_round(
+    config: ModelConfig, params: Params, paid: Bool[Array, ""], state: DecodeState
+) -> tuple[DecodeState, StepOutput]:
+    active, costs = ~state.done, batch_costs(config, state)
+    state, proposal = propose(config, params, state)
+    proposal, tier = schedule(config, state, proposal)
+    state, output = verify_tier(config, params, state, proposal, tier)
+    cost = jnp.asarray(costs.rounds, jnp.float32)[tier]
+    gains = after_drafting(state.gains, output.counts[:, 0], active, cost, paid)
+    return replace(state, gains=gains), output
+
+
+def plain_round(
+    config: ModelConfig, params: Params, state: DecodeState
+) -> tuple[DecodeState, StepOutput]:
+    """The anchors alone, one row each; the draft's cache still takes the context in."""
+    state = absorb(config, params, state)
+    _, nothing = NONE.propose(config, params, state)
+    verified = _verify_rows(config, params, WHOLE, state, nothing)
+    missing = config.decode.num_drafts
+
+    def widen(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+
+    cache, rows, output = verified
+    output = replace(
+        output,
+        tokens=widen(output.tokens),
+        logprobs=jax.tree.map(widen, output.logprobs),
+        possible=widen(output.possible) if config.decode.ceiling else output.possible,
+    )
+    state, output = _commit(config, state, (cache, jax.tree.map(widen, rows), output))
+    return replace(state, gains=replace(state.gains, idle=state.gains.idle + 1)), output
+
+
+def absorb(config: ModelConfig, params: Params, state: DecodeState) -> DecodeState:
+    """Take the rows that wait since the last verify pass into the drafter's own state."""
+    waiting = state.cached - state.context_len
+    own = drafter_of(config).absorb(
+        config, params, state.draft, state.context, waiting, state.context_len
+    )
+    return replace(state, draft=own)
+
+
+def propose(
+    config: ModelConfig, params: Params, state: DecodeState
+) -> tuple[DecodeState, Proposal]:
+    with jax.named_scope("dspark_propose"):
+        state = absorb(config, params, state)
+        own, proposal = drafter_of(config).propose(config, params, state)
+    return replace(state, draft=own), proposal
+
+
+def verify_proposal(
+    config: ModelConfig, params: Params, state: DecodeState, proposal: Proposal
+) -> tuple[DecodeState, StepOutput]:
+    """Verify all of a proposal, or what the schedule chooses of it."""
+    if not config.decode.costs:
+        return _commit(config, state, _verify_rows(config, params, WHOLE, state, proposal))
+    proposal, tier = schedule(config, state, proposal)
+    return verify_tier(config, params, state, proposal, tier)
+
+
+def schedule(
+    config: ModelConfig, state: DecodeState, proposal: Proposal
+) -> tuple[Proposal, Int[Array, ""]]:
+    """Cut each row's proposal to what is worth its cost; returns the tier that holds the batch."""
+    costs, active = batch_costs(config, state), ~state.done
+    with jax.named_scope("schedule"):
+        alive = survival(confidences(proposal.confidence, config.decode.temperatures))
+        curve = jnp.asarray(costs.envelope(), jnp.float32)
+        tier = choose_tier(alive, active, curve, costs.tokens)
+        lengths = fill_tier(alive, active, jnp.asarray(costs.tokens, jnp.int32)[tier])
+    return replace(proposal, length=lengths), tier
+
+
+def verify_tier(
+    config: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    tier: Int[Array, ""],
+) -> tuple[DecodeState, StepOutput]:
+    """Run the target on the chosen tokens, packed into the tier's size."""
+    slots = jnp.arange(config.decode.step_rows)
+    chosen = (slots <= proposal.length[:, None]) & ~state.done[:, None]
+
+    def run(size: int, state: DecodeState, proposal: Proposal) -> Verified:
+        packing = WHOLE if size == chosen.size else pack_rows(chosen, size)
+        return _verify_rows(config, params, packing, state, proposal)
+
+    branches = [partial(run, size) for size in batch_costs(config, state).tokens]
+    return _commit(config, state, jax.lax.switch(tier, branches, state, proposal))
+
+
+def _verify_rows(
+    config: ModelConfig,
+    params: Params,
+    packing: Packing | Whole,
+    state: DecodeState,
+    proposal: Proposal,
+) -> Verified:
+    target = bind_target(config, params)
+    with jax.named_scope("target_verify"):
+        tokens = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)
+        hidden, tapped, cache = target(
+            tokens,
+            state.target,
+            state.cached,
+            taps_of(config),
+            config.decode.implementation,
+            packing,
+        )
+        logits = packing.unpack(target.logits(hidden))
+    with jax.named_scope("decode_sample"):
+        output = verify(logits, proposal, state, config.decode)
+    return cache, ContextRows(tokens=tokens, features=packing.unpack(tapped)), output
+
+
+def _commit(
+    config: ModelConfig, state: DecodeState, verified: Verified
+) -> tuple[DecodeState, StepOutput]:
+    cache, rows, output = verified
+    with jax.named_scope("decode_sample"):
+        state = commit(replace(state, target=cache), output, rows)
+        if config.decode.controls:
+            counted = count_generated(state.controls, output.tokens, output.counts[:, 0])
+            state = replace(state, controls=counted)
+    return state, output
+
+
+def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeState:
+    """Advance `cached`, not past the limit; a row that was finished before stays as it was."""
+
+    def kept(old: Array, new: Array) -> Array:
+        return jnp.where(finished.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+    emitted, finished = output.counts[:, 0], state.done
+    advance = jnp.minimum(emitted, state.limit - state.cached)
+    places = jnp.maximum(emitted - 1, 0)[:, None]
+    anchor = jnp.take_along_axis(output.tokens, places, axis=1)[:, 0]
+    return replace(
+        state,
+        cached=jnp.where(finished, state.cached, state.cached + advance),
+        anchor=jnp.where(finished, state.anchor, anchor),
+        done=output.counts[:, 3] > 0,
+        context=jax.tree.map(kept, state.context, rows),
+        # Cut like `cached`: the next draft writes the context at their difference.
+        context_len=jnp.where(finished, state.context_len, advance),
+    )

@@ -1,0 +1,87 @@
+"""How many tokens a scheduled round may verify, and what a round of as many costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MOST_TIERS = 3  # of a batch: each is a copy of the target in the compiled round
+LEAST_SAVING = 0.02  # of a round's time; a tier that saves less is not worth its copy
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """Cost of a round of `batch` rows, all in one unit (microseconds where it was measured).
+
+    `plain` is a round that drafts nothing. `rounds[i]` is a drafted round that verifies `tokens[i]`
+    tokens, anchors included; the last tier holds every token of the batch.
+    """
+
+    batch: int
+    plain: float
+    tokens: tuple[int, ...]
+    rounds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or not self.tokens or len(self.tokens) != len(self.rounds):
+            raise ValueError(f"costs need a batch, and one cost for each tier: {self}")
+        if list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < self.batch:
+            raise ValueError(f"verified tokens must increase and hold every anchor: {self}")
+        if not all(math.isfinite(cost) and cost > 0 for cost in (self.plain, *self.rounds)):
+            raise ValueError(f"every cost must be above 0: {self}")
+
+    def pruned(self, saving: float = LEAST_SAVING) -> BatchCosts:
+        """Without the tiers that cost nearly what the next larger one does."""
+        kept = [len(self.tokens) - 1]
+        for tier in reversed(range(len(self.tokens) - 1)):
+            if self.rounds[tier] < (1 - saving) * self.rounds[kept[0]]:
+                kept.insert(0, tier)
+        return BatchCosts(
+            self.batch,
+            self.plain,
+            tuple(self.tokens[tier] for tier in kept),
+            tuple(self.rounds[tier] for tier in kept),
+        )
+
+    def envelope(self) -> np.ndarray:
+        """Cost [N + 1] of a drafted round by verified tokens: the lower convex envelope.
+
+        The measured cost is a step function, on which Algorithm 1 would stop at the first step; up
+        to the smallest tier a round costs what that tier does.
+        """
+        hull: list[tuple[int, float]] = []
+        for point in zip((0, *self.tokens), (self.rounds[0], *self.rounds), strict=True):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        tokens, costs = zip(*hull, strict=True)
+        return np.interp(np.arange(self.tokens[-1] + 1), tokens, costs)
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def verified_tiers(batch: int, step_rows: int) -> tuple[int, ...]:
+    """Tiers of a batch that are measured: all of its tokens, a half, a quarter.
+
+    The smallest leaves every row a draft on average: with fewer, plain decoding is what pays.
+    """
+    most = batch * step_rows
+    tiers = {most} | {-(-most // 2**halvings) for halvings in range(1, MOST_TIERS)}
+    return tuple(sorted(tier for tier in tiers if tier >= min(2 * batch, most)))
+
+
+def costs_of(costs: Sequence[BatchCosts], batch: int) -> BatchCosts:
+    """The costs of a batch; raises ValueError where it was not measured."""
+    for one in costs:
+        if one.batch == batch:
+            return one
+    known = ", ".join(str(one.batch) for one in costs) or "none"
+    raise ValueError(
+        f"the cost table has no batch of {batch} rows (it has {known}); measure it with"
+        " engine.profile_costs()"
+    )

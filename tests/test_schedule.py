@@ -1,0 +1,208 @@
+"""Algorithm 1 against a loop in float64, its early stop, the tiers, and when a round drafts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax import schedule
+from dspark_jax.packing import pack_rows
+from dspark_jax.tiers import BatchCosts, costs_of, verified_tiers
+from tests.oracles import algorithm_1
+
+
+def global_best(ordered, running, curve):
+    """What Algorithm 1 would take without its early stop: a variant of the tests alone."""
+    counts = running + jnp.arange(ordered.size + 1)
+    expected = running + jnp.cumsum(jnp.pad(jnp.maximum(ordered, 0.0), (1, 0)))
+    rate = jnp.where(counts < curve.size, expected / curve[counts % curve.size], 0.0)
+    return jnp.argmax(rate).astype(jnp.int32)
+
+
+def appendix_marginal() -> np.ndarray:
+    """The emitted law of the first token in the paper's appendix A: drafts A or B, then judged."""
+    curve = 1 / jnp.array([1.0, 1.0, 0.5, 0.45])
+    target, draft = np.array([0.7, 0.3]), np.array([0.5, 0.5])
+    emitted = np.zeros(2)
+    for token, second in enumerate((0.9, 0.0)):
+        alive = schedule.survival(jnp.array([[0.8, second]]))
+        tiers = (1, 2, 3)
+        tier = schedule.choose_tier(alive, jnp.array([True]), curve, tiers)
+        length = int(schedule.fill_tier(alive, jnp.array([True]), tiers[int(tier)])[0])
+        assert length == int(tier)
+        if length == 0:
+            emitted += draft[token] * target
+            continue
+        accepted = min(1.0, target[token] / draft[token])
+        residual = np.maximum(target - draft, 0) / np.maximum(target - draft, 0).sum()
+        emitted[token] += draft[token] * accepted
+        emitted += draft[token] * (1 - accepted) * residual
+    return emitted
+
+
+def test_the_papers_example_keeps_the_law_by_the_early_stop(monkeypatch) -> None:
+    np.testing.assert_allclose(appendix_marginal(), [0.7, 0.3], atol=1e-12)
+    monkeypatch.setattr(schedule, "worthwhile", global_best)
+    np.testing.assert_allclose(appendix_marginal(), [0.85, 0.15], atol=1e-12)
+
+
+def random_case(seed: int):
+    rng = np.random.default_rng(seed)
+    batch, drafts = (4, 5) if seed % 3 else (1, 7)
+    levels = [0.0, 0.25, 0.5, 1.0] if seed % 2 else rng.random(40)
+    alive = np.cumprod(rng.choice(levels, (batch, drafts)), axis=1).astype(np.float32)
+    active = rng.random(batch) < 0.8
+    active[int(rng.integers(batch))] = True
+    most = batch * (drafts + 1)
+    curve = (1 + np.cumsum(rng.random(most + 1) * rng.choice([0.02, 0.2, 1.0]))).astype(np.float32)
+    tiers = sorted({most} | {int(rng.integers(batch, most + 1)) for _ in range(2)})
+    return alive, active, curve, tuple(tiers)
+
+
+def choose_lengths(alive, active, curve, tiers):
+    alive, active = jnp.asarray(alive), jnp.asarray(active)
+    tier = schedule.choose_tier(alive, active, jnp.asarray(curve), tiers)
+    return schedule.fill_tier(alive, active, tiers[int(tier)]), tier
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lengths_are_those_of_the_loop_in_the_paper(seed: int) -> None:
+    alive, active, curve, tiers = random_case(seed)
+    lengths, tier = choose_lengths(alive, active, curve, tiers)
+    expected, size = algorithm_1(alive, active, curve, tiers)
+    np.testing.assert_array_equal(lengths, expected)
+    assert tiers[int(tier)] == size
+    assert int(np.sum(np.asarray(lengths) + active)) <= size
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_comes_after_a_draft_does_not_decide_about_it(seed: int) -> None:
+    """The lossless property: redraw all that is below a draft, and it stays in or out."""
+    rng = np.random.default_rng(seed)
+    _, _, curve, tiers = random_case(3 * seed + 1)
+    alive = np.cumprod(rng.random((4, 5)), axis=1).astype(np.float32)
+    active = np.ones(4, bool)
+
+    def taken(survivals: np.ndarray) -> np.ndarray:
+        lengths, _ = choose_lengths(survivals, active, curve, tiers)
+        return np.arange(5) < np.asarray(lengths)[:, None]
+
+    whole = taken(alive)
+    for least in np.sort(alive.ravel())[1:]:
+        redrawn = np.where(alive < least, 0, alive)
+        factors = rng.random(alive.shape)
+        for j in range(5):
+            before = redrawn[:, j - 1] if j else np.ones(4)
+            lower = np.minimum(before, least) * factors[:, j]
+            redrawn[:, j] = np.where(alive[:, j] < least, lower, alive[:, j])
+        assert (redrawn[alive < least] < least).all()
+        np.testing.assert_array_equal(taken(redrawn)[alive >= least], whole[alive >= least])
+
+
+def test_confidences_are_calibrated_by_position() -> None:
+    logits = jnp.array([[2.0, 2.0, -1.0]])
+    np.testing.assert_allclose(schedule.confidences(logits), jax.nn.sigmoid(logits))
+    scaled = schedule.confidences(logits, (1.0, 2.0, 0.5, 9.0))
+    np.testing.assert_allclose(scaled, 1 / (1 + np.exp([[-2.0, -1.0, 2.0]])), rtol=1e-6)
+    np.testing.assert_allclose(schedule.survival(scaled)[0, 2], np.prod(scaled), rtol=1e-6)
+
+
+def test_the_envelope_is_the_largest_convex_curve_below_the_tiers() -> None:
+    costs = BatchCosts(2, 1.0, (4, 8, 16, 32), (2.0, 3.5, 4.0, 8.0))
+    curve = costs.envelope()
+    assert curve.shape == (33,)
+    np.testing.assert_array_equal(curve[:5], 2.0)
+    np.testing.assert_allclose(curve[[4, 16, 32]], [2.0, 4.0, 8.0])
+    assert curve[8] < 3.5
+    assert (np.diff(curve, 2) >= -1e-12).all()
+    falling = BatchCosts(1, 1.0, (2, 4, 8), (3.0, 2.5, 5.0)).envelope()
+    assert (np.diff(falling, 2) >= -1e-12).all()
+    np.testing.assert_allclose(falling[[4, 8]], [2.5, 5.0])
+
+
+def test_tiers_that_save_nothing_are_dropped() -> None:
+    assert verified_tiers(64, 8) == (128, 256, 512)
+    assert verified_tiers(1, 8) == (2, 4, 8)
+    assert verified_tiers(3, 3) == (9,)
+    flat = BatchCosts(8, 4.7, (16, 32, 64), (5.70, 5.72, 5.74))
+    assert flat.pruned().tokens == (64,)
+    steep = BatchCosts(64, 7.0, (128, 256, 512), (8.0, 10.0, 16.0))
+    assert steep.pruned() == steep
+    assert BatchCosts(8, 1.0, (16, 32, 64), (2.0, 2.01, 3.0)).pruned().tokens == (32, 64)
+    assert costs_of((flat, steep), 64) is steep
+    with pytest.raises(ValueError, match=r"no batch of 5 rows.*profile_costs"):
+        costs_of((flat, steep), 5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch": 0},
+        {"tokens": ()},
+        {"tokens": (8, 4)},
+        {"tokens": (1, 4)},
+        {"plain": 0.0},
+        {"rounds": (1.0,)},
+        {"rounds": (1.0, float("nan"))},
+    ],
+)
+def test_costs_that_cannot_be(wrong) -> None:
+    right = {"batch": 2, "plain": 1.0, "tokens": (4, 8), "rounds": (1.0, 2.0)}
+    with pytest.raises(ValueError, match="costs need|must"):
+        BatchCosts(**(right | wrong))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_packed_rows_come_back_where_they_were(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    verified = rng.random((4, 5)) < 0.5
+    size = int(verified.sum()) + int(rng.integers(0, 4))
+    x = jnp.asarray(rng.normal(size=(4, 5, 3)))
+    packing = pack_rows(jnp.asarray(verified), max(size, 1))
+    packed = packing.pack(x)
+    assert packed.shape == (max(size, 1), 3)
+    np.testing.assert_array_equal(packing.unpack(packed)[verified], x[verified])
+
+
+class Trials:
+    """Rounds of one batch that emit what they are told; counts which of them drafted."""
+
+    def __init__(self, batch: int, plain: float, cost: float) -> None:
+        self.gains, self.plain, self.cost = schedule.init_gains(batch), plain, cost
+        self.active = jnp.ones(batch, bool)
+
+    def run(self, emitted: list[int], rounds: int) -> int:
+        drafted = 0
+        for _ in range(rounds):
+            paid = schedule.pays(self.gains, self.active, self.plain)
+            if paid | (self.gains.idle >= self.gains.wait):
+                drafted += 1
+                self.gains = schedule.after_drafting(
+                    self.gains, jnp.array(emitted), self.active, jnp.float32(self.cost), paid
+                )
+            else:
+                self.gains = self.gains.replace(idle=self.gains.idle + 1)
+        return drafted
+
+
+def test_drafting_rests_where_it_does_not_pay_and_comes_back() -> None:
+    trials = Trials(2, plain=1.0, cost=2.0)
+    assert trials.run([1, 2], 40) < 15  # 1.5 tokens for twice the cost
+    trials.run([1, 2], 150)
+    assert trials.run([1, 2], 640) <= 10  # a trial now and then
+    trials.run([8, 8], 400)
+    assert trials.run([8, 8], 50) == 50
+    assert int(trials.gains.wait) == schedule.FIRST_WAIT
+
+
+def test_drafting_that_pays_never_rests_and_a_new_row_is_no_reason_to_draft() -> None:
+    trials = Trials(2, plain=1.0, cost=2.0)
+    assert trials.run([3, 2], 100) == 100
+    trials = Trials(2, plain=1.0, cost=2.0)
+    trials.run([1, 1], 300)
+    trials.gains = schedule.admit_gains(trials.gains, jnp.int32(1))
+    assert not schedule.pays(trials.gains, trials.active, 1.0)
+    alone = jnp.array([False, True])
+    assert schedule.pays(trials.gains, alone, 1.0)  # nothing is known of a row that runs
