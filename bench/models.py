@@ -77,7 +77,9 @@ def model_config(name: str, *, dtype: Dtype = "bfloat16", **decoding: Any) -> Mo
 
 def plain(config: ModelConfig) -> ModelConfig:
     """The same target without a draft."""
-    decode = replace(config.decode, num_drafts=0, confidence_threshold=0.0)
+    decode = replace(
+        config.decode, num_drafts=0, confidence_threshold=0.0, costs=(), temperatures=()
+    )
     return replace(config, draft=None, decode=decode)
 
 

@@ -20,8 +20,8 @@ from dspark_jax.controls import adjust, admit_controls, init_controls, mark_prom
 from dspark_jax.drafters import drafter_of, taps_of
 from dspark_jax.rounds import bind_target, propose, run_round, verify_proposal
 from dspark_jax.sampling import draw_token, report_logprobs
-from dspark_jax.sharding import DATA, axis_size, constrain, settle
 from dspark_jax.schedule import admit_gains, init_gains
+from dspark_jax.sharding import DATA, axis_size, constrain, settle
 from dspark_jax.state import (
     MAX_ROUNDS,
     MAX_STOP_IDS,

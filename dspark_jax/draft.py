@@ -35,6 +35,7 @@ from dspark_jax.sampling import (
     stream_keys,
     token_law,
 )
+from dspark_jax.schedule import confidences
 from dspark_jax.sharding import CACHE, gather_logits, per_device, spec
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
 from pallas_kernels.context_kv import context_kv
@@ -201,7 +202,7 @@ def propose(
     confidence = draft.confidence_logits(hidden, previous)
     return Proposal(
         tokens=tokens,
-        length=proposal_length(confidence, tokens.shape, decode.confidence_threshold),
+        length=proposal_length(confidence, tokens.shape, decode),
         probs=laws,
         confidence=confidence,
     )
@@ -256,13 +257,13 @@ def scatter_law(
 
 
 def proposal_length(
-    confidence: Float[Array, "B C"], shape: tuple[int, ...], threshold: float
+    logits: Float[Array, "B C"], shape: tuple[int, ...], decode: DecodeConfig
 ) -> Int[Array, " B"]:
     """Drafts before the first slot whose confidence is below the threshold (0 = the whole block).
 
     Per slot, not on the running product (DeepSpec's evaluator)."""
     batch, count = shape
-    if threshold == 0.0:
+    if decode.confidence_threshold == 0.0:
         return jnp.full((batch,), count, jnp.int32)
-    kept = jnp.cumprod(jax.nn.sigmoid(confidence) >= threshold, axis=1)
-    return jnp.sum(kept, axis=1, dtype=jnp.int32)
+    sure = confidences(logits, decode.temperatures) >= decode.confidence_threshold
+    return jnp.sum(jnp.cumprod(sure, axis=1), axis=1, dtype=jnp.int32)

@@ -150,7 +150,7 @@ def test_tiers_that_save_nothing_are_dropped() -> None:
 )
 def test_costs_that_cannot_be(wrong) -> None:
     right = {"batch": 2, "plain": 1.0, "tokens": (4, 8), "rounds": (1.0, 2.0)}
-    with pytest.raises(ValueError, match="costs need|must"):
+    with pytest.raises(ValueError, match=r"costs need|must"):
         BatchCosts(**(right | wrong))
 
 

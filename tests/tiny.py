@@ -83,7 +83,9 @@ def plain_config(config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         draft=None,
-        decode=replace(config.decode, num_drafts=0, confidence_threshold=0.0),
+        decode=replace(
+            config.decode, num_drafts=0, confidence_threshold=0.0, costs=(), temperatures=()
+        ),
     )
 
 

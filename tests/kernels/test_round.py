@@ -26,6 +26,7 @@ from dspark_jax.draft import Draft
 from dspark_jax.layers import abstract_params
 from dspark_jax.sharding import abstract_state, param_shardings, use_mesh
 from dspark_jax.target import Target
+from dspark_jax.tiers import BatchCosts
 from pallas_kernels.platform import decide_for
 from tests.kernels.described import (
     compile_for,
@@ -137,3 +138,16 @@ def test_two_h200s_run_every_kernel_on_their_own_parts(data, tensor):
     for sizes in re.findall(r"\[([\d,]*)\]", " ".join(sent)):
         assert math.prod(int(n) for n in sizes.split(",") if n) <= most
     assert not re.search(r" (all-to-all|collective-permute|reduce-scatter)(-start)?\(", program)
+
+
+def test_a_scheduled_round_copies_no_cache_into_its_branches():
+    """The caches go through a choice to draft and one of three sizes, in place."""
+    costs = BatchCosts(BATCH, plain=1.0, tokens=(4, 8, 16), rounds=(1.2, 1.3, 1.6))
+    config = small_pair("auto")
+    config = replace(config, decode=replace(config.decode, costs=(costs,)))
+    program = compile_round(config, "9.0")
+    plain, draft, sizes = 3 * TARGET_LAYERS + 1, 3 * DRAFT_LAYERS + 1, 3 * 3 * TARGET_LAYERS
+    assert kernel_calls(program) == plain + draft + sizes
+    layers = config.target.layers
+    shape = (BATCH, capacity(config), layers.num_kv_heads, layers.head_dim)
+    assert copied_arrays(program, shape) == 0
