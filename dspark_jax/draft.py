@@ -36,11 +36,7 @@ from dspark_jax.sampling import (
     token_law,
 )
 from dspark_jax.schedule import confidences
-<<<<<<< HEAD
 from dspark_jax.sharding import CACHE, gather_logits, per_device, spec
-=======
-from dspark_jax.sharding import CACHE, constrain, per_device, spec
->>>>>>> 47ce52a (Imports in order)
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
 from pallas_kernels.context_kv import context_kv
 
