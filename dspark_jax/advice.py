@@ -22,11 +22,11 @@ NETWORK_CAUSES = (
 class DraftAdvice:
     """Counts the rounds of finished requests and says once when the draft hardly helps.
 
-    Proposals that a confidence threshold cuts are short on purpose, so they are not judged.
+    Proposals that a threshold or a schedule cuts are short on purpose, so they are not judged.
     """
 
     def __init__(self, config: ModelConfig, report: Callable[[str], None]) -> None:
-        judged = config.draft is not None and not config.decode.confidence_threshold
+        judged = config.draft is not None and config.decode.verification == "fixed"
         self._report = report if judged else None
         self._causes = "" if isinstance(config.draft, NgramConfig) else NETWORK_CAUSES
         self._rounds = self._tokens = 0

@@ -55,7 +55,7 @@ def _placed_take(rows: Any, places: Int[np.ndarray, " B"]) -> Any:
 
 @jax.jit
 def _take(rows: Any, places: Int[Array, " B"]) -> Any:
-    return jax.tree.map(lambda x: x[places], rows)
+    return jax.tree.map(lambda x: x[places] if x.ndim else x, rows)
 
 
 def fit_controls(config: ModelConfig, state: DecodeState, mesh: Mesh | None = None) -> DecodeState:

@@ -41,8 +41,7 @@ def run_round(
     if not config.decode.costs:
         state, proposal = propose(config, params, state)
         return verify_proposal(config, params, state, proposal)
-    costs = batch_costs(config, state)
-    paid = pays(state.gains, ~state.done, costs.plain)
+    paid = pays(state.gains, ~state.done)
     drafting = paid | (state.gains.idle >= state.gains.wait)
     return jax.lax.cond(
         drafting,
@@ -63,8 +62,8 @@ def drafted_round(
     state, proposal = propose(config, params, state)
     proposal, tier = schedule(config, state, proposal)
     state, output = verify_tier(config, params, state, proposal, tier)
-    cost = jnp.asarray(costs.rounds, jnp.float32)[tier]
-    gains = after_drafting(state.gains, output.counts[:, 0], active, cost, paid)
+    price = jnp.asarray(costs.rounds, jnp.float32)[tier] / costs.plain
+    gains = after_drafting(state.gains, output.counts[:, 0], active, price, paid)
     return replace(state, gains=gains), output
 
 

@@ -93,7 +93,7 @@ def init_gains(batch: int) -> Gains:
     return Gains(
         rounds=jnp.zeros((batch,), jnp.int32),
         tokens=jnp.zeros((batch,), jnp.float32),
-        cost=jnp.float32(0),
+        price=jnp.float32(0),
         idle=jnp.int32(0),
         wait=jnp.int32(FIRST_WAIT),
     )
@@ -106,33 +106,36 @@ def admit_gains(gains: Gains, slot: Int[Array, ""]) -> Gains:
     )
 
 
-def pays(gains: Gains, active: Bool[Array, " B"], plain: float) -> Bool[Array, ""]:
-    """Whether drafted rounds have lately emitted more for their cost than plain ones would.
+def pays(gains: Gains, active: Bool[Array, " B"]) -> Bool[Array, ""]:
+    """Whether drafted rounds have lately emitted more for their price than plain ones would.
 
     A row with few rounds counts as the mean of the others; where all are new they draft.
     """
     known = active & (gains.rounds >= LEAST_ROUNDS)
     count = jnp.sum(known)
     mean = jnp.sum(jnp.where(known, gains.tokens, 0.0)) / jnp.maximum(count, 1)
-    return (count == 0) | (mean * plain > gains.cost)
+    return (count == 0) | (mean > gains.price)
 
 
 def after_drafting(
     gains: Gains,
     emitted: Int[Array, " B"],
     active: Bool[Array, " B"],
-    cost: Float[Array, ""],
+    price: Float[Array, ""],
     paid: Bool[Array, ""],
 ) -> Gains:
-    """Take a drafted round into the means. One that was a trial makes the next trial later."""
+    """Take a drafted round into the means; one that was a trial makes the next trial later.
+
+    `price` is what the round cost, in plain rounds of the same batch.
+    """
     rounds = jnp.where(active, jnp.minimum(gains.rounds + 1, MEMORY), gains.rounds)
     weight = jnp.where(active, 1.0 / jnp.maximum(rounds, 1), 0.0)
     later = jnp.minimum(2 * gains.wait, LONGEST_WAIT)
-    share = jnp.where(gains.cost > 0, 1.0 / MEMORY, 1.0)
+    share = jnp.where(gains.price > 0, 1.0 / MEMORY, 1.0)
     return Gains(
         rounds=rounds,
         tokens=gains.tokens + weight * (emitted - gains.tokens),
-        cost=gains.cost + share * (cost - gains.cost),
+        price=gains.price + share * (price - gains.price),
         idle=jnp.int32(0),
         wait=jnp.where(paid, FIRST_WAIT, later),
     )

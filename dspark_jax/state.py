@@ -77,14 +77,14 @@ class ContextRows:
 class Gains:
     """What drafting has brought lately, for the choice of whether the next round drafts.
 
-    `rounds` and `tokens` are of each row: drafted rounds, and the mean of what one emitted. `cost`
-    is the mean cost of a drafted round, `idle` the rounds since the last one, `wait` how many of
-    them may pass before drafting is tried again.
+    `rounds` and `tokens` are of each row: drafted rounds, and the mean of what one emitted. `price`
+    is the mean cost of a drafted round in plain rounds, `idle` the rounds since the last one,
+    `wait` how many of them may pass before drafting is tried again.
     """
 
     rounds: Int[Array, " B"]
     tokens: Float[Array, " B"]
-    cost: Float[Array, ""]
+    price: Float[Array, ""]
     idle: Int[Array, ""]
     wait: Int[Array, ""]
 

@@ -170,17 +170,17 @@ class Trials:
     """Rounds of one batch that emit what they are told; counts which of them drafted."""
 
     def __init__(self, batch: int, plain: float, cost: float) -> None:
-        self.gains, self.plain, self.cost = schedule.init_gains(batch), plain, cost
+        self.gains, self.price = schedule.init_gains(batch), cost / plain
         self.active = jnp.ones(batch, bool)
 
     def run(self, emitted: list[int], rounds: int) -> int:
         drafted = 0
         for _ in range(rounds):
-            paid = schedule.pays(self.gains, self.active, self.plain)
+            paid = schedule.pays(self.gains, self.active)
             if paid | (self.gains.idle >= self.gains.wait):
                 drafted += 1
                 self.gains = schedule.after_drafting(
-                    self.gains, jnp.array(emitted), self.active, jnp.float32(self.cost), paid
+                    self.gains, jnp.array(emitted), self.active, jnp.float32(self.price), paid
                 )
             else:
                 self.gains = self.gains.replace(idle=self.gains.idle + 1)
@@ -203,6 +203,6 @@ def test_drafting_that_pays_never_rests_and_a_new_row_is_no_reason_to_draft() ->
     trials = Trials(2, plain=1.0, cost=2.0)
     trials.run([1, 1], 300)
     trials.gains = schedule.admit_gains(trials.gains, jnp.int32(1))
-    assert not schedule.pays(trials.gains, trials.active, 1.0)
+    assert not schedule.pays(trials.gains, trials.active)
     alone = jnp.array([False, True])
-    assert schedule.pays(trials.gains, alone, 1.0)  # nothing is known of a row that runs
+    assert schedule.pays(trials.gains, alone)  # nothing is known of a row that runs
