@@ -15,6 +15,7 @@ COMMANDS = {
     "profile": "a round's device time by kind of kernel and by stage, beside plain decoding",
     "prefill": "prompts in chunks: tokens a second, time to first token, share of the peak",
     "drift": "how often bfloat16 parts a greedy text from that of plain decoding",
+    "peers": "plain step and round beside PyTorch's, alternating in one run",
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }
