@@ -21,6 +21,7 @@ STYLES: dict[Origin, str] = {
     "bonus": "cyan",
     "target": "default",
 }
+CLEAR = "\x1b[K"  # from here to the end of the line
 LEGEND = "note: green = accepted draft, red = corrected draft, blue = bonus, plain = target alone"
 
 
@@ -72,6 +73,42 @@ class JsonPrinter:
 
     def close(self) -> None:
         """Every line is complete."""
+
+
+class PromptLine:
+    """Counts the tokens of a long prompt that have run, on a line that it takes away again.
+
+    `out` is a terminal. A prompt of one chunk (at most `chunk` tokens) shows nothing.
+    """
+
+    def __init__(self, out: TextIO, chunk: int) -> None:
+        self._out = out
+        self._chunk = chunk
+        self._sent: tuple[Request, int, Any] | None = None
+        self._shown = False
+
+    def __call__(self, request: Request, token: Any) -> None:
+        """A chunk was sent: wait for the one before it, and say how far that came."""
+        sent, self._sent = self._sent, (request, request.prefilled, token)
+        total = len(request.prompt_ids)
+        if total <= self._chunk:
+            return
+        if sent and sent[0] is request:
+            sent[2].block_until_ready()
+            self._write(f"prompt: {sent[1]:,} of {total:,} tokens")
+        if request.prefilled == total:
+            token.block_until_ready()
+            self.close()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        self._shown = bool(text)
+        self._out.write(f"\r{text}{CLEAR}")
+        self._out.flush()
 
 
 def describe(prompt: str, request: Request) -> dict[str, Any]:

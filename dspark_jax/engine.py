@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from dspark_jax.accounting import Request
 from dspark_jax.advice import DraftAdvice
@@ -158,6 +159,14 @@ class Engine:
         finally:
             for request in pending:
                 request.cancel()
+
+    def watch_prompts(self, watch: Callable[[Request, Array], None] | None) -> None:
+        """Call `watch(request, array)` when a chunk of a prompt was sent; None ends that.
+
+        `request.prefilled` counts the rows sent. The array (a token that means nothing before the
+        last chunk) is there when the chunk has run.
+        """
+        self._loop.watch = watch
 
     def submit(
         self,

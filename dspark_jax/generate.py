@@ -124,7 +124,7 @@ def serve(
 
     Characters that the encoding of standard output lacks are written as escapes.
     """
-    from dspark_jax.console import LEGEND, JsonPrinter, TextPrinter, summary
+    from dspark_jax.console import LEGEND, JsonPrinter, PromptLine, TextPrinter, summary
     from dspark_jax.engine import STREAM_ROUNDS
     from dspark_jax.state import MAX_ROUNDS
 
@@ -137,10 +137,14 @@ def serve(
         printer, rounds = TextPrinter(requests, sys.stdout, arguments.show_drafts), STREAM_ROUNDS
     if arguments.show_drafts:
         tell(LEGEND)
+    line = PromptLine(sys.stderr, engine.config.decode.prefill_chunk)
+    if sys.stderr.isatty():
+        engine.watch_prompts(line)
     code = 0
     try:
         try:
             for _ in engine.serve(requests, rounds):
+                engine.watch_prompts(None)  # from now on the terminal belongs to the text
                 printer.update()
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
@@ -148,6 +152,7 @@ def serve(
             raise
         except Exception as error:
             code = out_of_memory(error)
+        line.close()
         printer.close()
         sys.stdout.flush()
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -48,6 +48,7 @@ class Loop:
         self.scheduler = Scheduler(max_batch, mesh.shape[DATA] if mesh else 1)
         self.programs = Programs(config, params, mesh)
         self.clock = Clock()
+        self.watch: Callable[[Request, Array], None] | None = None  # of chunks of prompts
         self._tier = Tier(batch=0)
         self._state: DecodeState | None = None
         self._call: Call | None = None  # sent and not read
@@ -160,6 +161,8 @@ class Loop:
                 break
             assert self._state is not None
             self._state, first = self.programs.prefill(self._tier, self._state, chunk)
+            if self.watch:
+                self.watch(chunk.request, first.token)
             if chunk.last:
                 firsts.append((chunk.request, first))
         return firsts

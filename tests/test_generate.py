@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -453,3 +455,38 @@ def test_a_strangers_convert_is_named_by_the_command(tmp_path):
     assert str(tmp_path / "convert.py") in done.stderr
     assert "a stranger ran" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_long_prompt_is_counted_on_a_terminal(command, monkeypatch):
+    text = "def f(x):\n    return x\n" * 12
+    flags = ("--prompt", text, "--max-tokens", "8")
+    _, out, notes = command(*flags)
+    assert "prompt:" not in "".join(notes)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, same, notes = command(*flags)
+    assert (code, same) == (0, out)
+    written = "\n".join(notes)
+    counted = [int(n) for n in re.findall(r"prompt: (\d+) of \d+ tokens\x1b\[K", written)]
+    total = int(re.search(r"of (\d+) tokens", written)[1])
+    assert counted == list(range(64, total, 64))  # chunks of a CPU; the last takes the line away
+    assert counted
+    assert "prompt:" not in "".join(command("--max-tokens", "8")[2])  # a prompt of one chunk
+
+
+def test_a_line_that_was_interrupted_is_taken_away():
+    out = io.StringIO()
+    line = console.PromptLine(out, 4)
+    token = SimpleNamespace(block_until_ready=lambda: None)
+    request = SimpleNamespace(prompt_ids=[0] * 9, prefilled=4)
+    line(request, token)
+    assert out.getvalue() == ""  # nothing has run yet
+    request.prefilled = 8
+    line(request, token)
+    assert out.getvalue() == "\rprompt: 4 of 9 tokens\x1b[K"
+    line.close()
+    line.close()
+    assert out.getvalue().endswith("tokens\x1b[K\r\x1b[K")
+    short = SimpleNamespace(prompt_ids=[0] * 4, prefilled=4)
+    before = out.getvalue()
+    line(short, token)
+    assert out.getvalue() == before
