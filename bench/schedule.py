@@ -1,0 +1,202 @@
+"""Fixed, scheduled and no drafting at several batches and acceptance curves, on true shapes.
+
+The weights are random and the acceptance is told (see `bench.synthetic`): the times are those of
+true weights, and the tokens those of a draft of known worth. The costs that the schedule goes by
+are measured first, each tier in the very program that then runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.models import SIZES
+from bench.modes import MODES, Bench, Program, compile_programs
+from bench.output import append_lines
+from bench.step import pair
+from bench.synthetic import CURVES, Curve
+from dspark_jax.generate import tell
+from dspark_jax.loading import ran_by
+from dspark_jax.schedule import init_gains
+from dspark_jax.state import MAX_ROUNDS, Gains
+from dspark_jax.tiers import BatchCosts, verified_tiers
+from pallas_kernels.platform import default_device
+
+WARM_CALLS = 6  # of MAX_ROUNDS rounds: until trials of drafting are as rare as they get
+ROOM = 8 * MAX_ROUNDS * 2  # cache rows that a call may add
+NEVER = 1 << 30
+Line = dict[str, Any]
+
+
+def measure_costs(bench: Bench, calls: int) -> BatchCosts:
+    """Microseconds of a plain round and of a drafted round of each tier.
+
+    Which of them runs is told by numbers that leave the schedule no choice.
+    """
+    batch, step_rows = bench.batch, bench.program.config.decode.step_rows
+    sizes = verified_tiers(batch, step_rows)
+    known = replace(
+        init_gains(batch), rounds=jnp.full(batch, 99, jnp.int32), tokens=jnp.ones(batch)
+    )
+    idle = replace(known, price=jnp.float32(1e9), wait=jnp.int32(NEVER))
+    sure, counts = Curve(0.99, 0.99), np.arange(sizes[-1] + 1)
+
+    def microseconds(costs: tuple[Any, ...], gains: Gains, tokens: int) -> float:
+        bench.run(sure, costs, 1, gains)
+        seconds, found = bench.run(sure, costs, calls, gains)
+        verified = found[..., 2].sum(1) + batch
+        assert (verified == tokens).all(), f"{tokens} tokens were asked for, not {verified}"
+        return seconds / (calls * MAX_ROUNDS) * 1e6
+
+    flat = (1.0, np.ones(len(sizes)), np.ones(counts.size))
+    resting = microseconds(flat, idle, batch)
+    drafted = [
+        microseconds((1.0, np.ones(len(sizes)), np.where(counts > size, 1e6, 1.0)), known, size)
+        for size in sizes
+    ]
+    return BatchCosts(batch, resting, sizes, tuple(drafted))
+
+
+def measure_point(bench: Bench, curve: str, costs: BatchCosts, calls: int) -> Line:
+    """Tokens a second of one mode under one curve."""
+    numbers = (costs.plain, np.array(costs.rounds), costs.envelope())
+    scheduled = bench.program.mode == "scheduled"
+    if scheduled:
+        bench.run(CURVES[curve], numbers, WARM_CALLS, init_gains(bench.batch))
+    else:
+        bench.run(CURVES[curve], numbers, 1)
+    seconds, counts = bench.run(CURVES[curve], numbers, calls)
+    ran = calls * MAX_ROUNDS
+    tokens, drafts = counts[..., 0].sum(), counts[..., 2].sum()
+    return {
+        "bench": "schedule",
+        "mode": bench.program.mode,
+        "curve": curve,
+        "round_us": round(seconds / ran * 1e6, 1),
+        "tokens_per_second": round(float(tokens) / seconds, 1),
+        "tokens_per_row_and_round": round(float(tokens) / ran / bench.batch, 3),
+        "verified_per_round": round(float(drafts) / ran + bench.batch, 1),
+        "drafted_rounds": round(float((counts[..., 2].sum(1) > 0).mean()), 3),
+    }
+
+
+def compare(lines: Sequence[Line]) -> None:
+    """Add to every scheduled line its rate over the best of the other modes."""
+    for line in lines:
+        if line["mode"] != "scheduled":
+            continue
+        beside = [
+            one["tokens_per_second"]
+            for one in lines
+            if one["mode"] != "scheduled"
+            and (one["shape"], one["curve"]) == (line["shape"], line["curve"])
+        ]
+        if beside:
+            line["of_best"] = round(line["tokens_per_second"] / max(beside), 4)
+
+
+def measure_batch(
+    name: str, programs: dict[str, Program], shape: tuple[int, int], options: argparse.Namespace
+) -> list[Line]:
+    """Every curve in every mode at a batch; one mode's state at a time."""
+    batch, cached = shape
+    shared = {
+        "shape": {"model": name, "batch": batch, "cached": cached},
+        "sampled": options.sampled,
+        "device": default_device().device_kind,
+        "jax": jax.__version__,
+    }
+    lines: list[Line] = []
+    for mode in sorted(programs, key=MODES.index, reverse=True):  # scheduled comes first
+        bench = Bench(programs[mode], batch, cached)
+        if mode == "scheduled":
+            costs = measure_costs(bench, options.calls)
+            times = {str(n): round(t, 1) for n, t in zip(costs.tokens, costs.rounds, strict=True)}
+            shared |= {"plain_us": round(costs.plain, 1), "tiers_us": times}
+            tell(f"batch {batch}: plain {costs.plain:.0f} us, by verified tokens {times}")
+        curves = options.curve if mode != "none" else options.curve[:1]
+        made = [measure_point(bench, curve, costs, options.calls) for curve in curves]
+        if mode == "none":  # no draft, no curve
+            made = [made[0] | {"curve": curve} for curve in options.curve]
+        implementation = ran_by(programs[mode].config)
+        lines += [shared | {"implementation": implementation} | line for line in made]
+        del bench
+    compare(lines)
+    return lines
+
+
+def show(lines: Sequence[Line]) -> None:
+    """One row a batch and curve."""
+    columns = ("batch", "curve", *(f"{mode} tok/s" for mode in MODES))
+    table = Table(*columns, "verified", "drafted", "of the best")
+    points = dict.fromkeys((line["shape"]["batch"], line["curve"]) for line in lines)
+    for batch, curve in points:
+        found = {
+            line["mode"]: line
+            for line in lines
+            if (line["shape"]["batch"], line["curve"]) == (batch, curve)
+        }
+        rates = [
+            f"{found[mode]['tokens_per_second']:.0f}" if mode in found else "" for mode in MODES
+        ]
+        chosen = found["scheduled"]
+        table.add_row(
+            str(batch),
+            curve,
+            *rates,
+            f"{chosen['verified_per_round']:.1f}",
+            f"{100 * chosen['drafted_rounds']:.0f} %",
+            f"{chosen['of_best']:.3f}" if "of_best" in chosen else "",
+        )
+    Console().print(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `bench schedule`."""
+    parser = argparse.ArgumentParser(prog="bench schedule", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", default="embedded", choices=("embedded", *SIZES))
+    add("--batch", type=int, nargs="+", default=[1, 8], metavar="B")
+    add("--cached", type=int, default=1000, metavar="ROWS", help="of every row (1000)")
+    add("--curve", nargs="+", choices=(*CURVES,), default=list(CURVES), help="only these (all)")
+    add("--mode", nargs="+", choices=MODES, default=list(MODES), help="beside scheduled (all)")
+    add("--calls", type=int, default=8, metavar="N", help=f"of {MAX_ROUNDS} rounds a point (8)")
+    add("--dtype", choices=("bfloat16", "float32"))
+    add("--sampled", action="store_true", help="the tier of any temperature")
+    add("--implementation", choices=("auto", "pallas", "xla"), default="auto")
+    add("--out", type=Path, metavar="FILE", help="append JSON Lines here")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; raises ValueError for what a caller can mend."""
+    options = build_parser().parse_args(arguments)
+    if min(*options.batch, options.cached, options.calls) < 1:
+        raise ValueError("--batch, --cached and --calls must be positive")
+    if options.out and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: its folder does not exist; make it first")
+    room = {"max_length": options.cached + ROOM, "prefill_chunk": 1}  # no prompt is run
+    config, params = pair(options.model, options.dtype, **room)
+    switches = {"sampled": options.sampled, "implementation": options.implementation}
+    config = replace(config, decode=replace(config.decode, **switches, **room))
+    modes = [mode for mode in MODES if mode in {*options.mode, "scheduled"}]
+    begin = time.perf_counter()
+    programs = compile_programs(config, params, dict.fromkeys(options.batch), modes)
+    tell(f"compiled in {time.perf_counter() - begin:.0f} s")
+    lines: list[Line] = []
+    for batch in programs:
+        found = measure_batch(options.model, programs[batch], (batch, options.cached), options)
+        append_lines(found, options.out)
+        lines += found
+    show(lines)
+    return 0
