@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MOST_TIERS = 3  # of a batch: each is a copy of the target in the compiled round
 LEAST_SAVING = 0.02  # of a round's time; a tier that saves less is not worth its copy
@@ -52,6 +54,8 @@ class BatchCosts:
         The measured cost is a step function, on which Algorithm 1 would stop at the first step; up
         to the smallest tier a round costs what that tier does.
         """
+        import numpy as np  # late: a command reads its arguments before anything heavy
+
         hull: list[tuple[int, float]] = []
         for point in zip((0, *self.tokens), (self.rounds[0], *self.rounds), strict=True):
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
