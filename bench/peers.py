@@ -60,9 +60,7 @@ def our_timers(config: ModelConfig, params: Params, cached: int) -> dict[str, Ti
 def peer_timers(
     config: ModelConfig, cached: int, names: Sequence[str], tokens: int, rounds: int
 ) -> dict[str, Timer]:
-    """Time PyTorch's; raises ValueError where torch is not installed."""
-    if not find_spec("torch"):
-        raise ValueError("PyTorch is not installed beside this package: pip install torch")
+    """Time PyTorch's; raises ValueError for another architecture."""
     from bench import torch_peers as peers  # torch takes long to import
 
     assert config.draft_network is not None  # every pair of `bench step` has one
@@ -149,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.acceptance < 1:
         raise ValueError("--acceptance: an acceptance length is at least 1")
+    if not find_spec("torch"):
+        raise ValueError("PyTorch is not installed beside this package: pip install torch")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room as well
     length = options.cached + ROOM
     config, params = pair(options.model, options.dtype, max_length=length)
