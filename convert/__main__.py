@@ -15,7 +15,7 @@ from convert.flags import Parser, add_override_flags, overrides_of, positive
 from convert.hub import resolve_folder
 from convert.packaging import read_draft, read_target, share_with_target
 from convert.problems import CheckpointError
-from convert.store import save
+from convert.store import place_in_parts, save, split_host
 
 REFUSED = 2
 
@@ -47,7 +47,9 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command; return the exit code. Without `argv` the process is the command's own."""
+    if argv is None:
+        split_host()
     parser = build_parser()
     arguments = parser.parse_args(argv)
     overrides = overrides_of(arguments)
@@ -95,14 +97,14 @@ def _convert(arguments: argparse.Namespace, overrides: DraftOverrides) -> None:
         draft = share_with_target(draft, target)
     dtype = arguments.dtype or stored_dtype(target, draft)
     with _Progress("target") as progress:
-        params = {"target": load_target_params(target, dtype, progress)}
+        params = {"target": load_target_params(target, dtype, progress, place_in_parts)}
     warnings = [*target.warnings, *(draft.warnings if draft else ())]
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     origin = {"target": arguments.target, "draft": arguments.draft, "warnings": warnings}
     if draft is not None:
         with _Progress("draft") as progress:
-            params["draft"] = load_draft_params(draft, dtype, progress)
+            params["draft"] = load_draft_params(draft, dtype, progress, place_in_parts)
     save(
         arguments.out,
         params,

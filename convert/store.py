@@ -1,7 +1,7 @@
 """The converted form: an Orbax checkpoint with its configs and tokenizer beside it.
 
 STORE/dspark_store.json   version, dtype, configs, stop ids, where it came from
-STORE/params/             Orbax
+STORE/params/             Orbax; what a mesh splits is written in PARTS, which devices read apart
 STORE/tokenizer.json ...  copied from the target's folder
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from convert.apply import DTYPES, Dtype, Params, put
 from convert.headers import read_json
@@ -23,9 +25,11 @@ from convert.problems import CheckpointError, raise_problems
 from convert.sources import STORE_FILE
 from convert.tokens import copy_token_files, stop_token_ids
 from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.sharding import DATA, TENSOR, param_sharding
 
 VERSION = 1
 PARAMS = "params"
+PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,25 @@ def save(
         (folder / STORE_FILE).write_text(json.dumps(header, indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot be written ({error.strerror})", str(folder)) from None
+
+
+def split_host() -> None:
+    """Let jax see the host as several devices, one a part; before anything else asks for one."""
+    jax.config.update("jax_num_cpu_devices", PARTS)
+
+
+def place_in_parts(name: str, buffer: np.ndarray) -> jax.Array:
+    """A parameter on the host, in parts where a mesh would split it and `split_host` was called.
+
+    Orbax writes the parts as they lie, so that a device later reads no more than its own.
+    """
+    hosts = jax.devices("cpu")
+    if len(hosts) >= PARTS:
+        mesh = Mesh(np.array(hosts[:PARTS]).reshape(1, PARTS), (DATA, TENSOR))
+        place = param_sharding(name, buffer.ndim, mesh)
+        if not place.is_fully_replicated and buffer.shape[place.spec.index(TENSOR)] % PARTS == 0:
+            return jax.device_put(buffer, place)
+    return jax.device_put(buffer, hosts[0])
 
 
 def read_store(folder: str | Path) -> StoreHeader:

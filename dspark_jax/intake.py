@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-import secrets
 from collections.abc import Sequence
 
 from dspark_jax.accounting import Request
 from dspark_jax.config import ModelConfig
+from dspark_jax.hosts import seed_source
 from dspark_jax.request import SamplingParams
 from dspark_jax.state import MAX_STOP_IDS
 from dspark_jax.text import TextStream, Tokenizer
@@ -24,6 +24,7 @@ class Intake:
         self.config = config
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
+        self._draw_seed = seed_source()
 
     def requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -71,7 +72,7 @@ class Intake:
         return Request(
             prompt_ids=ids,
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=self._draw_seed() if params.seed is None else params.seed,
             stop_ids=sorted(stop_ids),
             text=TextStream(self.tokenizer, params.stop),
         )

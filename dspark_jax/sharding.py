@@ -126,11 +126,16 @@ def letters_of(name: str, rank: int) -> str:
     return " ".join("-" * rank)
 
 
+def param_sharding(name: str, rank: int, mesh: Mesh) -> NamedSharding:
+    """The sharding of one parameter by its dotted name."""
+    return NamedSharding(mesh, spec(letters_of(name, rank)))
+
+
 def param_shardings(params: Any, mesh: Mesh) -> Any:
     """The sharding of every leaf of one network's parameters, or of a tree of networks."""
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, spec(letters_of(_dotted(path), len(leaf.shape))))
+        return param_sharding(_dotted(path), len(leaf.shape), mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
@@ -161,7 +166,7 @@ def _interleave(value: Float[Array, P * D], sizes: tuple[int, ...], count: int) 
 
 def place_param(mesh: Mesh, layers: LayersConfig, name: str, value: np.ndarray) -> Array:
     """One parameter from the host, as a checkpoint stacks it, to its place on the mesh."""
-    sharding = NamedSharding(mesh, spec(letters_of(name, value.ndim)))
+    sharding = param_sharding(name, value.ndim, mesh)
     placed = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
     return arrange(name, placed, layers)
 
