@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.controls import init_controls
 from dspark_jax.decode import entry
-from dspark_jax.sharding import make_state
-from dspark_jax.state import Controls, DecodeState, KVCache
+from dspark_jax.state import DecodeState, KVCache
 
 
 @entry
@@ -56,21 +52,3 @@ def _placed_take(rows: Any, places: Int[np.ndarray, " B"]) -> Any:
 @jax.jit
 def _take(rows: Any, places: Int[Array, " B"]) -> Any:
     return jax.tree.map(lambda x: x[places] if x.ndim else x, rows)
-
-
-def fit_controls(config: ModelConfig, state: DecodeState, mesh: Mesh | None = None) -> DecodeState:
-    """Hold logit controls, or hold none, as `config` says; every row's are neutral then.
-
-    For a state of which no row that goes on has controls of its own.
-    """
-    batch, width = state.controls.bias.shape
-    wanted = config.target.vocab_size if config.decode.controls else 0
-    if width == wanted:
-        return state
-    return replace(state, controls=make_state(_controls_builder(batch, wanted), mesh))
-
-
-@lru_cache(maxsize=64)
-def _controls_builder(batch: int, width: int) -> Callable[[], Controls]:
-    """One object for each shape: on a mesh it is compiled, once for each object."""
-    return partial(init_controls, batch, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 from dspark_jax import decode
 from dspark_jax.accounting import Request
 from dspark_jax.config import ModelConfig
-from dspark_jax.placement import fit_controls, release
+from dspark_jax.controls import init_controls
+from dspark_jax.placement import release
 from dspark_jax.request import MAX_LOGPROBS, SamplingParams
 from dspark_jax.rows import row_settings
 from dspark_jax.scheduler import PromptChunk
-from dspark_jax.sharding import abstract_state, make_state, use_mesh
+from dspark_jax.sharding import abstract_state, state_maker, use_mesh
 from dspark_jax.state import MAX_ROUNDS, DecodeState, FirstToken, Params, Rounds, RowSettings
 from dspark_jax.text import TextStream
 
@@ -79,8 +80,8 @@ class Tier:
 class Programs:
     """The entry points, compiled by tier and called by request; no call waits for its result.
 
-    Only what `compile_missing` was asked for is compiled. `admit` and `prefill` serve greedy and
-    sampled rows alike, so they are shared by those tiers, and `release` by more.
+    Only what `compile_missing` was asked for is compiled. What serves greedy and sampled rows
+    alike is shared by those tiers.
     """
 
     def __init__(self, config: ModelConfig, params: Params, mesh: Mesh | None = None) -> None:
@@ -96,15 +97,21 @@ class Programs:
 
     def compile_missing(self, tier: Tier) -> bool:
         """Trace and compile what a tier needs and was not compiled before; False: nothing was."""
-        state = abstract_state(self._build(tier), self._mesh)
+        if tier in self.tiers:
+            return False
+        width = self.config.target.vocab_size if tier.controls else 0
+        build = partial(decode.init_state, tier.configure(self.config), tier.batch)
+        state = abstract_state(build, self._mesh)
         slot, chunk = np.int32(0), np.zeros(self.config.decode.prefill_chunk, np.int32)
         row = _row(Request([], SamplingParams(), 0, (), TextStream(None)))
+        prompt = (slot, chunk, np.int32(0), np.bool_(False))
+        makers: dict[str, Callable[[], Any]] = {
+            "state": build,
+            "controls": partial(init_controls, tier.batch, width),
+        }
         inputs: dict[str, tuple[Any, ...]] = {
             "admit": (decode.admit, state, slot, row),
-            "prefill": (
-                *(decode.prefill, self._params, state, slot),
-                *(chunk, np.int32(0), np.bool_(False)),
-            ),
+            "prefill": (decode.prefill, self._params, state, *prompt),
             "rounds": (decode.decode_rounds, self._params, state, np.int32(1)),
             "release": (release, state, np.zeros(tier.batch, bool)),
         }
@@ -114,18 +121,28 @@ class Programs:
                 for name, (entry, *arguments) in inputs.items()
                 if (key := _key(name, tier)) not in self._compiled
             }
+        missing |= {
+            key: state_maker(maker, self._mesh).lower()
+            for name, maker in makers.items()
+            if (key := _key(name, tier)) not in self._compiled
+        }
         with ThreadPoolExecutor(len(inputs)) as pool:  # XLA compiles outside the interpreter's lock
             compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
             self._compiled |= zip(missing, compiled, strict=True)
-        return bool(missing)
+        return True
 
     def new_state(self, tier: Tier) -> DecodeState:
         """An empty state for a tier."""
-        return make_state(self._build(tier), self._mesh)
+        return self._compiled[_key("state", tier)]()
 
     def fit_controls(self, tier: Tier, state: DecodeState) -> DecodeState:
-        """A state of a tier with and of one without logit controls, each as the other."""
-        return fit_controls(tier.configure(self.config), state, self._mesh)
+        """Hold logit controls, or hold none, as a tier needs; every row's are neutral then.
+
+        For a state of which no row that goes on has controls of its own.
+        """
+        if (state.controls.bias.shape[1] > 0) == tier.controls:
+            return state
+        return replace(state, controls=self._compiled[_key("controls", tier)]())
 
     def warm_up(self, tier: Tier, state: DecodeState) -> DecodeState:
         """Run each entry point once: a first run loads code and touches memory.
@@ -137,9 +154,6 @@ class Programs:
         state, _ = self.prefill(tier, state, PromptChunk(0, request, [0], last=True))
         state, _ = self.run_rounds(tier, state, 1)
         return self.release(tier, state, range(tier.batch))
-
-    def _build(self, tier: Tier) -> Callable[[], DecodeState]:
-        return _state_builder(tier.configure(self.config), tier.batch)
 
     def admit(self, tier: Tier, state: DecodeState, slot: int, request: Request) -> DecodeState:
         """Give a slot to a request."""
@@ -168,19 +182,13 @@ class Programs:
         return self._compiled[_key("release", tier)](state, named)
 
 
-@lru_cache(maxsize=64)
-def _state_builder(config: ModelConfig, batch: int) -> Callable[[], DecodeState]:
-    """One object for each shape: on a mesh it is compiled, once for each object."""
-    return partial(decode.init_state, config, batch)
-
-
 def _key(name: str, tier: Tier) -> tuple[str, Tier]:
     """An entry point and the tier without the switches that do not change it."""
-    if name in ("admit", "release"):
-        return name, replace(tier, sampled=True, logprobs=0)
+    if name == "rounds":
+        return name, tier
     if name == "prefill":
         return name, replace(tier, sampled=True)
-    return name, tier
+    return name, replace(tier, sampled=True, logprobs=0)
 
 
 def _row(request: Request) -> RowSettings:

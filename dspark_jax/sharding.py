@@ -208,12 +208,17 @@ def abstract_state(build: Callable[[], Any], mesh: Mesh | None) -> Any:
     )
 
 
+def state_maker(build: Callable[[], Any], mesh: Mesh | None) -> Any:
+    """`build` as a jitted function whose state is born in its places."""
+    places = None
+    if mesh is not None:
+        places = jax.tree.map(lambda x: x.sharding, abstract_state(build, mesh))
+    return jax.jit(build, out_shardings=places)
+
+
 def make_state(build: Callable[[], Any], mesh: Mesh | None) -> Any:
     """The state that `build` makes, born in its places."""
-    if mesh is None:
-        return build()
-    places = jax.tree.map(lambda x: x.sharding, abstract_state(build, mesh))
-    return jax.jit(build, out_shardings=places)()
+    return build() if mesh is None else state_maker(build, mesh)()
 
 
 # Inside a traced program.

@@ -262,16 +262,13 @@ def test_only_what_is_used_is_compiled():
     programs = small._loop.programs
     small.generate([[1]], SamplingParams(max_tokens=2))
     assert {(name, tier.batch) for name, tier in programs._compiled} == {
-        ("admit", 1),
-        ("prefill", 1),
-        ("rounds", 1),
-        ("release", 1),
+        (name, 1) for name in ("state", "controls", "admit", "prefill", "rounds", "release")
     }
     assert programs.tiers == [Tier(1, sampled=False)]
     small.generate([[1]], SamplingParams(max_tokens=2, temperature=1.0))
-    assert len(programs._compiled) == 5  # sampled rounds came on top
+    assert len(programs._compiled) == 7  # sampled rounds came on top
     small.generate([[2, 3]], SamplingParams(max_tokens=4, temperature=0.3, top_p=0.5, seed=1))
-    assert len(programs._compiled) == 5
+    assert len(programs._compiled) == 7
 
 
 @pytest.mark.parametrize(
