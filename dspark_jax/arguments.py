@@ -32,6 +32,8 @@ LOAD_FLAGS = (
     "dtype",
     "max_length",
     "confidence_threshold",
+    "verification",
+    "calibration",
     "rejection",
     "draft_sampling",
     "draft_top_k",
@@ -118,6 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--use-generation-config", action="store_true", help="the checkpoint's sampling defaults")
     add = parser.add_argument_group("drafting").add_argument
     add("--confidence-threshold", type=float, default=0.0, metavar="C", help="cut below it (0)")
+    add("--verification", choices=("fixed", "threshold", "scheduled"), help="of drafts (fixed)")
+    add("--calibration", metavar="FILE", help="of bench calibrate, for the confidence head")
     add("--num-speculative-tokens", type=int, metavar="N", help="drafts a round (the block's)")
     add("--rejection", choices=("token", "block", "gumbel"), default="token")
     add("--draft-sampling", choices=("probabilistic", "greedy"), default="probabilistic")

@@ -50,6 +50,7 @@ class Checkpoint:
     warnings: tuple[str, ...]
     read: Callable[[Dtype, Progress | None, Mesh | None], Params]
     share: Callable[[], Checkpoint] | None = None  # compare the draft's copies with the target's
+    store: Path | None = None  # the folder of a converted store
 
 
 def open_checkpoint(
@@ -143,4 +144,5 @@ def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
         stop_ids=header.stop_token_ids,
         warnings=(),
         read=read,
+        store=folder,
     )

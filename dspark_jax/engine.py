@@ -6,6 +6,7 @@ import asyncio
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -14,11 +15,13 @@ from jaxtyping import Array
 from dspark_jax.accounting import Request
 from dspark_jax.advice import DraftAdvice
 from dspark_jax.config import ModelConfig
+from dspark_jax.costs import check_schedulable, measure_costs, save_costs
 from dspark_jax.intake import Intake, Prompt
 from dspark_jax.loop import Loop
 from dspark_jax.request import Chunk, Result, SamplingParams
 from dspark_jax.state import MAX_ROUNDS, Params
 from dspark_jax.text import Tokenizer
+from dspark_jax.tiers import BatchCosts
 
 STREAM_ROUNDS = 1  # rounds between two chunks of a stream
 SERVE_ROUNDS = 4  # rounds that one who may yet arrive, or a stop string, has to wait for
@@ -31,7 +34,8 @@ class Engine:
     `params` is {"target": ..., "draft": ...} in the dtype of `config`, placed on `mesh` where there
     is one. `stop_ids` are the model's own stop tokens. Without a tokenizer prompts must be ids and
     every text is empty. `defaults` apply where a call names no SamplingParams. `report` is told
-    once when the draft's acceptance length stays under 1.3 over 50 rounds and more.
+    once when the draft's acceptance length stays under 1.3 over 50 rounds and more. `folder`, of a
+    converted store, is where `profile_costs` writes.
 
     All calls share one loop: up to `max_batch` requests decode together, others wait in order of
     arrival, and requests enter and leave while others run. Nothing runs by itself: the loop goes
@@ -50,6 +54,7 @@ class Engine:
         defaults: SamplingParams | None = None,
         report: Callable[[str], None] = warnings.warn,
         mesh: Mesh | None = None,
+        folder: Path | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -59,6 +64,7 @@ class Engine:
         self.stop_ids = tuple(stop_ids)
         self.defaults = defaults or SamplingParams()
         self.mesh = mesh
+        self.folder = folder
         self._intake = Intake(config, tokenizer, stop_ids)
         self._loop = Loop(config, params, max_batch, mesh)
         self._advice = DraftAdvice(config, report)
@@ -232,6 +238,19 @@ class Engine:
                 raise ValueError(f"batch {size} is not within 1 and max_batch {self.max_batch}")
         tiers = dict.fromkeys(map(self._loop.scheduler.tier, sizes))
         self._loop.compile_ahead(each, list(tiers))
+
+    def profile_costs(self, progress: Callable[[BatchCosts], None] = lambda costs: None) -> Path:
+        """Measure what rounds cost here, by batch and verified tokens; returns the file of it.
+
+        `load(verification="scheduled")` finds it. A batch size takes a minute or so, most of it
+        compilation; `progress` is called with its costs. Raises ValueError without a confidence
+        head and on a mesh, RuntimeError while requests run.
+        """
+        check_schedulable(self.config, self.mesh is not None)
+        self._loop.let_go()
+        sizes = {self._loop.scheduler.tier(count): None for count in range(1, self.max_batch + 1)}
+        found = measure_costs(self.config, self.params, sizes, progress)
+        return save_costs(found, self.config, self.folder)
 
     def _enqueue(self, request: Request, rounds: int) -> None:
         if rounds < 1:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,36 +24,18 @@ from dspark_jax.config import DecodeConfig, DraftConfig, ModelConfig, NgramConfi
 from dspark_jax.engine import Engine
 from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
+from dspark_jax.options import DRAFT_OPTIONS, LOOKUP_IGNORES, check_kinds, refuse_options
 from dspark_jax.request import SamplingParams
+from dspark_jax.scheduler import batch_tier
 from dspark_jax.sharding import DATA, TENSOR, adopt_mesh, check_divisible, make_mesh
 from dspark_jax.text import Tokenizer, open_tokenizer
+from dspark_jax.verification import Verification
 from pallas_kernels.platform import default_device, describe_device, resolve_implementation
 
 __all__ = ["EMBEDDED", "load", "ran_by"]
 
 CPU_CHUNK, CHUNK = 64, 512  # rows of one prefill call
 NGRAM_DRAFTS = 7  # drafts of prompt lookup a round, unless a number is asked for
-DRAFT_OPTIONS = (
-    "ceiling",
-    "confidence_threshold",
-    "rejection",
-    "draft_sampling",
-    "draft_top_k",
-    "draft_truncation",
-)
-
-LOOKUP_IGNORES = ("draft_sampling", "draft_top_k", "draft_truncation")  # of DRAFT_OPTIONS
-# What each option of `load` must be, and those among them that may be None.
-INTEGERS = (
-    *("max_length", "max_batch", "draft_top_k", "num_speculative_tokens", "prefill_chunk"),
-    *("block_size", "mask_token_id", "tensor_parallel", "data_parallel"),
-)
-SWITCHES = ("draft_truncation", "use_generation_config", "ceiling", "sample_from_anchor")
-OPTIONAL = (
-    *("num_speculative_tokens", "prefill_chunk", "block_size", "mask_token_id"),
-    *("sample_from_anchor", "target_layer_ids"),
-)
-
 Report = Callable[[str], None]
 
 
@@ -66,6 +47,9 @@ def load(
     max_length: int = 4096,
     max_batch: int = 8,
     confidence_threshold: float = 0.0,
+    verification: Literal["fixed", "threshold", "scheduled"] | None = None,
+    calibration: Place | None = None,
+    costs: Place | None = None,
     rejection: Literal["token", "block", "gumbel"] = "token",
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic",
     draft_top_k: int = 0,
@@ -96,6 +80,12 @@ def load(
     max_length: prompt and output together, in tokens; cut to the model's own limit.
     max_batch: rows decoded at once; memory for all of them is held ready.
     confidence_threshold: cut a proposal at the first draft of a lower confidence; 0 is off.
+    verification: "fixed" verifies every draft, "threshold" cuts by confidence_threshold,
+        "scheduled" verifies the drafts of the batch that are worth their cost (DSpark paper,
+        Algorithm 1); None is one of the first two. Scheduled needs a confidence head and costs:
+        `Engine.profile_costs` measures them.
+    calibration: a file of `python -m bench calibrate`: temperatures of the confidence head.
+    costs: a file of `Engine.profile_costs`; None is the one that it wrote for this pair here.
     rejection, draft_sampling, draft_top_k, draft_truncation: how drafts are drawn and judged.
     num_speculative_tokens: drafts a round; None is all that the block was trained for.
     implementation: of the kernels; "pallas" is refused where they cannot run.
@@ -113,7 +103,7 @@ def load(
     Raises ValueError (CheckpointError, DeviceMemoryError among them) with one sentence that names
     what is wrong, before any weight is read wherever it can be told from the configuration.
     """
-    _check_kinds(locals())
+    check_kinds(locals())
     device = default_device()
     on_cpu = device.platform == "cpu"
     resolve_implementation(implementation, device)  # a kernel that cannot run is an error now
@@ -133,15 +123,17 @@ def load(
         ceiling=ceiling,
     )
     if checkpoint.draft is None:
-        _refuse(decode, DRAFT_OPTIONS, "there is no draft")
+        refuse_options(decode, DRAFT_OPTIONS, "there is no draft")
     if isinstance(checkpoint.draft, NgramConfig):
-        _refuse(decode, LOOKUP_IGNORES, "it does nothing for prompt lookup")
+        refuse_options(decode, LOOKUP_IGNORES, "it does nothing for prompt lookup")
     kind = ("float32" if on_cpu else "bfloat16") if dtype is None else dtype
     if implementation == "pallas" and kind != "bfloat16":
         raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
     place = _mesh(mesh, tensor_parallel, data_parallel)
-    options = Options(max_length, max_batch, use_generation_config, place)
+    asked = Verification(verification, calibration, costs)
+    asked.check(config, place is not None)
+    options = Options(max_length, max_batch, use_generation_config, place, asked)
     return _build(checkpoint, config, options, report, progress)
 
 
@@ -153,6 +145,7 @@ class Options:
     max_batch: int
     use_generation_config: bool
     mesh: Mesh | None
+    verification: Verification
 
 
 def _mesh(mesh: Mesh | None, tensor: int, data: int) -> Mesh | None:
@@ -181,6 +174,9 @@ def _build(
         checkpoint = checkpoint.share()
         config = replace(config, draft=checkpoint.draft)
         plan = check_memory(config, max_batch, free_memory(device), mesh)
+    folder = checkpoint.store
+    batches = dict.fromkeys(batch_tier(count, max_batch) for count in range(1, max_batch + 1))
+    config = options.verification.settle(config, batches, folder, tell)
     decode = config.decode
     tell(f"{_devices(device, mesh)}, {config.dtype}, {ran_by(config)}, memory {plan}")
     for warning in checkpoint.warnings:
@@ -200,6 +196,7 @@ def _build(
         defaults=defaults,
         report=warn,
         mesh=mesh,
+        folder=folder,
     )
 
 
@@ -247,46 +244,6 @@ def _num_drafts(draft: DraftConfig | NgramConfig | None, asked: int | None) -> i
             f"{name} {asked} is not within 1 and the trained block's {draft.max_drafts}"
         )
     return draft.max_drafts if asked is None else asked
-
-
-def _refuse(decode: DecodeConfig, names: Sequence[str], reason: str) -> None:
-    """An option that a run without a draft network cannot follow is an error, not ignored."""
-    for option in fields(DecodeConfig):
-        if option.name in names and getattr(decode, option.name) != option.default:
-            raise ValueError(f"{option.name} is set, but {reason}; leave it out")
-
-
-def _check_kinds(options: Mapping[str, Any]) -> None:
-    """Name the first of the options of `load` that is of the wrong kind."""
-    for name, value in options.items():
-        if name in OPTIONAL and value is None:
-            continue
-        kind = None
-        if name in ("target", "draft"):
-            left_out = value is None or (name == "draft" and value is False)
-            if not left_out and not (isinstance(value, str | Path) and str(value)):
-                kind = "a folder or a hub repository id"
-        elif name in INTEGERS and not _is_number(value, Integral):
-            kind = "an integer"
-        elif name in SWITCHES and not isinstance(value, bool):
-            kind = "True or False"
-        elif name == "confidence_threshold" and not _is_number(value, Real):
-            kind = "a number"
-        elif name == "target_layer_ids" and not _are_integers(value):
-            kind = "a list of integers"
-        if kind:
-            raise ValueError(f"{name} must be {kind}, got {value!r}")
-    for name in ("max_batch", "prefill_chunk", "tensor_parallel", "data_parallel"):
-        if options[name] is not None and options[name] < 1:
-            raise ValueError(f"{name} must be at least 1, got {options[name]}")
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _are_integers(values: Any) -> bool:
-    return isinstance(values, Iterable) and all(_is_number(one, Integral) for one in values)
 
 
 def _sampling_defaults(folder: Path, wanted: bool, tell: Report) -> SamplingParams:

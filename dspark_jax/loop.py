@@ -93,6 +93,13 @@ class Loop:
                 for batch in {*batches} - {tier.batch}:
                     move_rows(self.programs.new_state(tier), [0] * batch)
 
+    def let_go(self) -> None:
+        """Free the memory of the state until the next step; RuntimeError while requests run."""
+        with self._lock:
+            if self.scheduler.live():
+                raise RuntimeError("requests are running; let them end first")
+            self._state = None
+
     def _advance(self) -> list[Request]:
         self._enter()
         firsts = self._prefill()

@@ -52,7 +52,7 @@ def run_round(
 
 
 def batch_costs(config: ModelConfig, state: DecodeState) -> BatchCosts:
-    return costs_of(config.decode.costs, state.cached.shape[0])
+    return costs_of(config.decode.costs, state.cached.shape[0], config.decode.sampled)
 
 
 def drafted_round(

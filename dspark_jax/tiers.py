@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,13 +19,15 @@ class BatchCosts:
     """Cost of a round of `batch` rows, all in one unit (microseconds where it was measured).
 
     `plain` is a round that drafts nothing. `rounds[i]` is a drafted round that verifies `tokens[i]`
-    tokens, anchors included; the last tier holds every token of the batch.
+    tokens, anchors included; the last tier holds every token of the batch. They are of greedy
+    rounds or of sampled ones, or of both where `sampled` is None.
     """
 
     batch: int
     plain: float
     tokens: tuple[int, ...]
     rounds: tuple[float, ...]
+    sampled: bool | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1 or not self.tokens or len(self.tokens) != len(self.rounds):
@@ -41,11 +43,10 @@ class BatchCosts:
         for tier in reversed(range(len(self.tokens) - 1)):
             if self.rounds[tier] < (1 - saving) * self.rounds[kept[0]]:
                 kept.insert(0, tier)
-        return BatchCosts(
-            self.batch,
-            self.plain,
-            tuple(self.tokens[tier] for tier in kept),
-            tuple(self.rounds[tier] for tier in kept),
+        return replace(
+            self,
+            tokens=tuple(self.tokens[tier] for tier in kept),
+            rounds=tuple(self.rounds[tier] for tier in kept),
         )
 
     def envelope(self) -> np.ndarray:
@@ -79,10 +80,51 @@ def verified_tiers(batch: int, step_rows: int) -> tuple[int, ...]:
     return tuple(sorted(tier for tier in tiers if tier >= min(2 * batch, most)))
 
 
-def costs_of(costs: Sequence[BatchCosts], batch: int) -> BatchCosts:
+def modelled_costs(batch: int, step_rows: int) -> BatchCosts:
+    """Costs by a model, for a device on which none were measured.
+
+    Reading the weights takes as long as the arithmetic of four tokens, drafting as long as half of
+    a plain round of one row.
+    """
+    tokens = verified_tiers(batch, step_rows)
+    return BatchCosts(batch, 4.0 + batch, tokens, tuple(6.5 + n for n in tokens))
+
+
+def costs_between(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> BatchCosts:
+    """The costs of a batch, interpolated where it lies between two that were measured.
+
+    Raises ValueError for a batch outside of them.
+    """
+    table = [one for one in costs if one.sampled in (sampled, None)]
+    below = max((one for one in table if one.batch <= batch), key=_rows, default=None)
+    above = min((one for one in table if one.batch >= batch), key=_rows, default=None)
+    if below is None or above is None:
+        return costs_of(table, batch, sampled)  # raises
+    if below is above:
+        return below
+    share = (batch - below.batch) / (above.batch - below.batch)
+    step_rows = above.tokens[-1] // above.batch
+    sizes = verified_tiers(batch, step_rows)
+
+    def mixed(low: float, high: float) -> float:
+        return low + share * (high - low)
+
+    # tiers are halves of a whole: the last ones of any two batches correspond
+    rounds = [
+        mixed(below.rounds[max(-place, -len(below.rounds))], above.rounds[-place])
+        for place in range(len(sizes), 0, -1)
+    ]
+    return BatchCosts(batch, mixed(below.plain, above.plain), sizes, tuple(rounds), above.sampled)
+
+
+def _rows(costs: BatchCosts) -> int:
+    return costs.batch
+
+
+def costs_of(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> BatchCosts:
     """The costs of a batch; raises ValueError where it was not measured."""
     for one in costs:
-        if one.batch == batch:
+        if one.batch == batch and one.sampled in (sampled, None):
             return one
     known = ", ".join(str(one.batch) for one in costs) or "none"
     raise ValueError(

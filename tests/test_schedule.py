@@ -131,9 +131,9 @@ def test_tiers_that_save_nothing_are_dropped() -> None:
     steep = BatchCosts(64, 7.0, (128, 256, 512), (8.0, 10.0, 16.0))
     assert steep.pruned() == steep
     assert BatchCosts(8, 1.0, (16, 32, 64), (2.0, 2.01, 3.0)).pruned().tokens == (32, 64)
-    assert costs_of((flat, steep), 64) is steep
+    assert costs_of((flat, steep), 64, True) is steep
     with pytest.raises(ValueError, match=r"no batch of 5 rows.*profile_costs"):
-        costs_of((flat, steep), 5)
+        costs_of((flat, steep), 5, True)
 
 
 @pytest.mark.parametrize(

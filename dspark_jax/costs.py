@@ -1,0 +1,185 @@
+"""What rounds cost on a device: measured by batch and verified tokens, kept in a file.
+
+The times depend on shapes and device, not on what the weights say: the file's name is a digest of
+those, so that one folder serves several devices and settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dspark_jax.config import DraftConfig, ModelConfig
+from dspark_jax.decode import entry, init_state
+from dspark_jax.rounds import batch_costs, plain_round, propose, verify_tier
+from dspark_jax.schedule import fill_tier
+from dspark_jax.state import DecodeState, Params
+from dspark_jax.tiers import BatchCosts, verified_tiers
+from pallas_kernels.platform import default_device, resolve_implementation
+
+VERSION = 1
+FOLDER = Path("~/.cache/dspark_jax/costs")  # where a checkpoint's own folder cannot take them
+REPEATS, ROUNDS = 5, 8  # the median of chains of rounds
+CONTEXT = 1024  # cached rows that a round is measured over, where there is room
+PLAIN = -1  # in the place of a tier
+
+
+@entry
+def forced_rounds(
+    config: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    tier: Int[Array, ""],
+    count: Int[Array, ""],
+) -> DecodeState:
+    """Rounds that all verify one tier's tokens, or that are all plain."""
+
+    def drafted(state: DecodeState) -> DecodeState:
+        state, proposal = propose(config, params, state)
+        sizes = jnp.asarray(batch_costs(config, state).tokens, jnp.int32)
+        even = jnp.ones(proposal.tokens.shape, jnp.float32)
+        lengths = fill_tier(even, ~state.done, sizes[tier])
+        return verify_tier(config, params, state, replace(proposal, length=lengths), tier)[0]
+
+    def step(_: Array, state: DecodeState) -> DecodeState:
+        plain = partial(plain_round, config, params)
+        return jax.lax.cond(tier == PLAIN, lambda state: plain(state)[0], drafted, state)
+
+    return jax.lax.fori_loop(0, count, step, state)
+
+
+def check_schedulable(config: ModelConfig, several_devices: bool) -> None:
+    """Raise ValueError where verification cannot be scheduled."""
+    draft = config.draft
+    if not isinstance(draft, DraftConfig) or draft.confidence == "none":
+        lacks = "the draft has no" if isinstance(draft, DraftConfig) else "there is no"
+        raise ValueError(f"scheduled verification: {lacks} confidence head to go by")
+    if several_devices:
+        raise ValueError("scheduled verification runs on one device, not on a mesh")
+
+
+def measure_batch(config: ModelConfig, params: Params, batch: int) -> BatchCosts:
+    """Microseconds of a round of a batch: plain, and drafted with each tier's tokens."""
+    decoding, sizes = config.decode, verified_tiers(batch, config.decode.step_rows)
+    unknown = BatchCosts(batch, 1.0, sizes, (1.0,) * len(sizes), decoding.sampled)
+    config = replace(config, decode=replace(decoding, costs=(unknown,), confidence_threshold=0.0))
+    cached = min(CONTEXT, decoding.max_length // 2)
+    rounds = max(1, min(ROUNDS, (decoding.max_length - cached) // decoding.step_rows))
+    state = init_state(config, batch)
+    state = replace(state, limit=jnp.full_like(state.limit, decoding.max_length))
+
+    def microseconds(tier: int) -> float:
+        nonlocal state
+        times = []
+        for _ in range(REPEATS + 1):  # the first compiles and warms up
+            state = jax.block_until_ready(_rewind(state, cached))
+            begin = time.perf_counter()
+            state = forced_rounds(config, params, state, jnp.int32(tier), jnp.int32(rounds))
+            jax.block_until_ready(state)
+            times.append((time.perf_counter() - begin) / rounds * 1e6)
+        return median(times[1:])
+
+    return replace(
+        unknown,
+        plain=microseconds(PLAIN),
+        rounds=tuple(microseconds(tier) for tier in range(len(sizes))),
+    )
+
+
+def _rewind(state: DecodeState, cached: int) -> DecodeState:
+    return replace(
+        state,
+        cached=jnp.full_like(state.cached, cached),
+        context_len=jnp.zeros_like(state.context_len),
+        done=jnp.zeros_like(state.done),
+    )
+
+
+def measure_costs(
+    config: ModelConfig,
+    params: Params,
+    batches: Iterable[int],
+    progress: Callable[[BatchCosts], None] = lambda costs: None,
+) -> tuple[BatchCosts, ...]:
+    """The costs of greedy and of sampled rounds of each batch."""
+    found = []
+    for batch in batches:
+        for sampled in (False, True):
+            own = replace(config, decode=replace(config.decode, sampled=sampled, ceiling=False))
+            found.append(measure_batch(own, params, batch))
+            progress(found[-1])
+    return tuple(found)
+
+
+# Files.
+
+
+def made_for(config: ModelConfig) -> dict[str, Any]:
+    """What the costs depend on."""
+    resolved = resolve_implementation(config.decode.implementation)
+    pair = repr((config.target.layers, config.target.vocab_size, config.draft))
+    return {
+        "device": default_device().device_kind,
+        "dtype": config.dtype,
+        "implementation": resolved if config.dtype == "bfloat16" else "xla",
+        "num_drafts": config.decode.num_drafts,
+        "pair": hashlib.sha256(pair.encode()).hexdigest()[:16],
+    }
+
+
+def costs_path(folder: str | Path, config: ModelConfig) -> Path:
+    """The file of a configuration's costs in a folder."""
+    digest = hashlib.sha256(json.dumps(made_for(config)).encode()).hexdigest()[:12]
+    return Path(folder).expanduser() / f"dspark_costs_{digest}.json"
+
+
+def save_costs(
+    costs: Iterable[BatchCosts], config: ModelConfig, folder: str | Path | None = None
+) -> Path:
+    """Write costs into a folder, or into the user's cache where that takes no files."""
+    tree = {"version": VERSION, "made_for": made_for(config), "costs": list(map(asdict, costs))}
+    writable = folder is not None and os.access(folder, os.W_OK)
+    path = costs_path(folder if folder is not None and writable else FOLDER, config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def find_costs(config: ModelConfig, folder: str | Path | None = None) -> Path | None:
+    """The file that `save_costs` wrote for such a configuration; None where there is none."""
+    places = [costs_path(place, config) for place in (folder, FOLDER) if place is not None]
+    return next((path for path in places if path.is_file()), None)
+
+
+def read_costs(path: str | Path, config: ModelConfig) -> tuple[BatchCosts, ...]:
+    """Read costs; raises ValueError for another file, and for costs of something else."""
+    remedy = "measure again with engine.profile_costs()"
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        if tree["version"] != VERSION:
+            raise ValueError(f"version {tree['version']}, this program reads {VERSION}")
+        stored, own = tree["made_for"], made_for(config)
+        for name, value in own.items():
+            if stored[name] != value:
+                raise ValueError(f"measured for {name} {stored[name]}, this run has {value}")
+        return tuple(
+            BatchCosts(**one | {"tokens": tuple(one["tokens"]), "rounds": tuple(one["rounds"])})
+            for one in tree["costs"]
+        )
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"no cost table ({error!r})"
+        raise ValueError(f"{path}: {reason}; {remedy}") from None

@@ -1,0 +1,153 @@
+"""Modes of verification through `load` and the command line, measured costs and their file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dspark_jax import SamplingParams, costs, load
+from dspark_jax.calibration import read_calibration, save_calibration
+from dspark_jax.engine import Engine
+from dspark_jax.generate import main
+from dspark_jax.tiers import BatchCosts, costs_between, modelled_costs, verified_tiers
+from tests import tiny
+
+PROMPTS = ["def fibonacci(n):\n", "import os\n", "class Stack:\n"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No costs of this machine's user."""
+    monkeypatch.setattr(costs, "FOLDER", tmp_path / "cache")
+
+
+def test_scheduled_texts_equal_those_of_plain_decoding_on_the_embedded_pair():
+    """Three rows that compete, greedy and sampled, under Gumbel verification."""
+    notes = []
+    options = {"max_length": 240, "max_batch": 3, "rejection": "gumbel"}
+    engine = load(verification="scheduled", report=notes.append, **options)
+    assert any("a model of them is used" in note for note in notes)
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
+    found = engine.generate(PROMPTS, params)
+    with tiny.quick_compilation():
+        plain = load(draft=False, max_length=240, max_batch=3)
+    assert [one.token_ids for one in found] == [
+        one.token_ids for one in plain.generate(PROMPTS, params)
+    ]
+    lengths = {n for one in found for n in one.proposal_lengths}
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"verification": "never"}, "verification must be one of"),
+        ({"verification": "threshold"}, "needs a confidence_threshold above 0"),
+        ({"verification": "fixed", "confidence_threshold": 0.5}, "leave one out"),
+        ({"verification": "scheduled", "confidence_threshold": 0.5}, "leave one out"),
+        ({"verification": "scheduled", "draft": False}, "there is no confidence head"),
+        ({"verification": "scheduled", "draft": "ngram"}, "there is no confidence head"),
+        ({"verification": "scheduled", "costs": "/no/such"}, "/no/such cannot be read"),
+        ({"costs": "file"}, "costs are for verification 'scheduled'"),
+        ({"calibration": "file"}, "does nothing where all drafts are verified"),
+        ({"calibration": 3, "confidence_threshold": 0.5}, "calibration must be a file, got 3"),
+        ({"calibration": "/no/such", "confidence_threshold": 0.5}, "/no/such cannot be read"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        load(max_length=64, **options)
+
+
+def test_another_device_without_costs_is_told_what_to_do(monkeypatch):
+    class Accelerator:
+        platform, device_kind = "gpu", "NVIDIA H200"
+
+    monkeypatch.setattr("dspark_jax.verification.default_device", Accelerator)
+    with pytest.raises(ValueError, match=r"on NVIDIA H200.*engine.profile_costs\(\) once"):
+        load(verification="scheduled", max_length=64)
+
+
+def test_modes_on_the_command_line(capsys):
+    assert main(["--verification", "threshold", "--max-tokens", "4"]) == 2
+    assert "needs a confidence_threshold" in capsys.readouterr().err
+    arguments = ("--max-tokens", "8", "--max-length", "64", "--prompt", PROMPTS[0])
+    assert main(["--verification", "scheduled", *arguments]) == 0
+    assert "a model of them is used" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tiny_engine():
+    config = tiny.tiny_config(max_length=64, prefill_chunk=8)
+    return Engine(config, tiny.random_params(config), max_batch=2)
+
+
+def test_costs_are_measured_kept_and_found(tiny_engine, tmp_path):
+    seen = []
+    with tiny.quick_compilation():
+        path = tiny_engine.profile_costs(seen.append)
+    assert path.parent == tmp_path / "cache"
+    config = tiny_engine.config
+    assert costs.find_costs(config) == path
+    table = costs.read_costs(path, config)
+    assert list(table) == seen
+    assert [(one.batch, one.sampled) for one in table] == [
+        (batch, sampled) for batch in (1, 2) for sampled in (False, True)
+    ]
+    for one in table:
+        assert one.tokens == verified_tiers(one.batch, config.decode.step_rows)
+        assert min(one.plain, *one.rounds) > 0
+    assert costs.save_costs(table, config, tmp_path).parent == tmp_path
+    assert costs.find_costs(config, tmp_path).parent == tmp_path
+    assert costs.save_costs(table, config, tmp_path / "missing") == path
+
+
+def test_costs_of_something_else_are_refused(tiny_engine, tmp_path):
+    config = tiny_engine.config
+    path = costs.save_costs([modelled_costs(2, config.decode.step_rows)], config, tmp_path)
+    tree = json.loads(path.read_text())
+    for change, words in (
+        ({"version": 0}, "version 0, this program reads 1"),
+        ({"made_for": tree["made_for"] | {"device": "TPU"}}, "measured for device TPU"),
+        ({"costs": None}, "no cost table"),
+        ({"costs": [{"batch": 1}]}, "no cost table"),
+        ({"costs": [tree["costs"][0] | {"plain": -1}]}, "every cost must be above 0"),
+    ):
+        path.write_text(json.dumps(tree | change))
+        with pytest.raises(ValueError, match=rf"{words}.*profile_costs"):
+            costs.read_costs(path, config)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="profile_costs"):
+        costs.read_costs(path, config)
+
+
+def test_a_batch_between_two_takes_costs_between_theirs():
+    two = BatchCosts(2, 4.0, (4, 8, 16), (5.0, 6.0, 8.0), sampled=False)
+    four = BatchCosts(4, 6.0, (8, 16, 32), (7.0, 10.0, 20.0), sampled=False)
+    three = costs_between((two, four), 3, False)
+    assert three == BatchCosts(3, 5.0, (6, 12, 24), (6.0, 8.0, 14.0), sampled=False)
+    assert costs_between((two, four), 4, False) is four
+    for batch, sampled in ((1, False), (5, False), (3, True)):
+        with pytest.raises(ValueError, match="profile_costs"):
+            costs_between((two, four), batch, sampled)
+
+
+def test_engines_that_cannot_schedule_are_not_measured():
+    config = tiny.tiny_config(markov="none", confidence="none", max_length=64)
+    engine = Engine(config, tiny.random_params(config), max_batch=1)
+    with pytest.raises(ValueError, match="the draft has no confidence head"):
+        engine.profile_costs()
+
+
+def test_temperatures_come_back_and_act(tiny_engine, tmp_path):
+    config, path = tiny_engine.config, tmp_path / "calibration.json"
+    save_calibration(path, config, [1.5, 0.5, 2, 1], ece=0.01)
+    assert read_calibration(path, config) == (1.5, 0.5, 2.0, 1.0)
+    other = tiny.tiny_config(vocab=30)
+    with pytest.raises(ValueError, match="of a pair of other shapes"):
+        read_calibration(path, other)
+    for text, words in (("[]", "no temperatures"), ('{"version": 9}', "version 9")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"{words}.*bench calibrate"):
+            read_calibration(path, config)
