@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_prompt_flags(parser)
     add("--output-len", type=positive, default=64, metavar="N", help="tokens at most (64)")
-    add("--max-concurrency", type=positive, default=1, metavar="C", help="requests in a batch (1)")
+    add("--max-concurrency", type=positive, default=1, metavar="C", help="requests at a time (1)")
     add("--repeats", type=positive, default=3, metavar="N", help="times that all is measured (3)")
     add("--no-ceiling", action="store_true", help="leave out possible acceptance")
     add(
@@ -202,7 +202,7 @@ def probe_ceiling(
             repeat=Replay(engine, replayed) if network and replayed else None,
         )
     entry.records = [
-        replace(record, batch=timed.batch, arrivals=timed.arrivals)
+        replace(record, batch=timed.batch, sent=timed.sent, arrivals=timed.arrivals)
         for timed, record in zip(entry.records, records, strict=True)
     ]
 

@@ -65,6 +65,7 @@ def acceptance(records: Sequence[Record]) -> dict[str, Any]:
         "standard_error": error if lengths else None,
         "acceptance_length_macro": metrics.macro(metrics.acceptance_length, conversations(records)),
         "drafts_per_round": metrics.drafts_per_round(records),
+        "verified_per_round": metrics.verified_per_round(records),
         "verify_rate": metrics.verify_rate(records),
         "accept_rates_by_position": metrics.accept_rates_by_position(records),
         "survival_by_position": metrics.survival_by_position(records),
@@ -99,7 +100,7 @@ def by_group(records: Sequence[Record], name: str) -> dict[str, dict[str, Any]]:
 def latency(records: Sequence[Record]) -> dict[str, Any]:
     """Throughput in tokens a second, and latencies in seconds with their percentiles.
 
-    time_to_first_token: from the begin of the request's batch. inter_token_latency: between two
+    time_to_first_token: from when the request was sent. inter_token_latency: between two
     outputs of a request; a round's tokens arrive as one output. time_per_output_token: of a
     request, its time after the first token over the tokens after it.
     """
@@ -122,11 +123,12 @@ def latency(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def total_seconds(records: Sequence[Record]) -> float:
-    """Seconds of all batches, one after the other; a batch takes as long as its longest request."""
-    longest: dict[int, float] = {}
+    """Seconds of all batches, one after the other, each up to the end of its last request."""
+    ends: dict[int, float] = {}
     for record in records:
-        longest[record.batch] = max(longest.get(record.batch, 0.0), record.arrivals[-1][0])
-    return sum(longest.values())
+        end = record.sent + record.arrivals[-1][0]
+        ends[record.batch] = max(ends.get(record.batch, 0.0), end)
+    return sum(ends.values())
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:

@@ -22,8 +22,9 @@ NGRAM = "ngram"  # the name of prompt lookup, a draft that nobody trained
 class Record:
     """One answered turn. Rounds as in `dspark_jax.Result`.
 
-    `arrivals` holds (seconds since the batch began, tokens by then) for each output that came;
-    `batch` numbers the requests that ran together. `possible_acceptance` (inside the round) and
+    `sent` is in seconds since the first request of its `batch` was sent, and batches came one after
+    the other; `arrivals` holds (seconds since it was sent, tokens by then) for each output that
+    came. `possible_acceptance` (inside the round) and
     `clean_acceptance` (the draft step repeated over a freshly prefilled text; empty for rounds
     that were not repeated) have one entry a proposed draft, a list a round.
     """
@@ -34,11 +35,12 @@ class Record:
     output_tokens: int
     finish_reason: str
     seed: int
-    batch: int
     arrivals: list[list[float]]
     acceptance_lengths: list[int]
     proposal_lengths: list[int]
     accepted_drafts: list[int]
+    batch: int = 0
+    sent: float = 0.0
     text: str = ""
     category: str = ""
     sub_category: str = ""

@@ -1,10 +1,10 @@
-"""Conversations through an engine in static batches, with the time at which tokens came."""
+"""Conversations through an engine, so many at a time, with the time at which tokens came."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.datasets import Conversation
@@ -79,9 +79,70 @@ def fitting(
 def warm_up(
     engine: Engine, conversation: Conversation, generation: Generation, concurrency: int
 ) -> None:
-    """Compile and run once what a batch needs."""
+    """Compile and run once what so many requests at once need."""
     prompt = encode(engine, [{"role": "user", "content": conversation.turns[0]}], generation)
     engine.generate([prompt] * concurrency, generation.params(0, most=WARM_TOKENS))
+
+
+@dataclass
+class Turn:
+    """One turn of a conversation on its way: when it was sent, and when its tokens came.
+
+    `arrivals` holds (seconds since it was sent, tokens by then) for each output.
+    """
+
+    conversation: int
+    number: int
+    sent: float = 0.0
+    arrivals: list[list[float]] = field(default_factory=list)
+
+    def note(self, now: float, tokens: int) -> None:
+        """Note an output that brought something."""
+        if tokens > (self.arrivals[-1][1] if self.arrivals else 0):
+            self.arrivals.append([now - self.sent, tokens])
+
+
+class Talks:
+    """Conversations with their live histories, and the turns that are still to be answered.
+
+    All first turns come first, then the second ones as the first are answered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        conversations: Sequence[Conversation],
+        generation: Generation,
+        most_turns: int | None,
+    ) -> None:
+        self.left_out = 0  # turns whose history leaves no room, and those after them
+        self._engine, self._generation = engine, generation
+        self._turns = [one.turns[:most_turns] for one in conversations]
+        self._histories: list[list[Message]] = [[] for _ in conversations]
+        self._ready: deque[tuple[Turn, list[int]]] = deque()
+        for index in range(len(conversations)):
+            self._add(Turn(index, 0))
+
+    def next(self) -> tuple[Turn, list[int]] | None:
+        """The next turn and its prompt; None where none is ready."""
+        return self._ready.popleft() if self._ready else None
+
+    def answered(self, turn: Turn, text: str) -> None:
+        """Go on with the conversation."""
+        self._histories[turn.conversation].append({"role": "assistant", "content": text})
+        self._add(Turn(turn.conversation, turn.number + 1))
+
+    def _add(self, turn: Turn) -> None:
+        texts = self._turns[turn.conversation]
+        if turn.number == len(texts):
+            return
+        history = self._histories[turn.conversation]
+        history.append({"role": "user", "content": texts[turn.number]})
+        ids = encode(self._engine, history, self._generation)
+        if len(ids) + self._generation.output_len <= self._engine.config.decode.max_length:
+            self._ready.append((turn, ids))
+        else:
+            self.left_out += len(texts) - turn.number
 
 
 def answer(
@@ -95,90 +156,61 @@ def answer(
     advance: Callable[[int], None] = lambda count: None,
     repeat: Callable[[Request], list[list[float]]] | None = None,
 ) -> tuple[list[Record], int]:
-    """Answer all turns with live history, `concurrency` requests at a time.
+    """Answer all turns with live history; when one of `concurrency` requests ends, the next is
+    sent.
 
-    All first turns come first, then all second turns, so that batches stay full. A turn whose
-    history leaves no room ends its conversation; returns the records and how many turns were left
-    out so. `repeat` gives the clean acceptance of a finished request.
+    Returns the records, in the order of turns and conversations, and how many turns were left out
+    because their history leaves no room. `repeat` gives the clean acceptance of a finished
+    request. Compilation is not counted.
     """
-    histories: list[list[Message]] = [[] for _ in conversations]
-    running = list(range(len(conversations)))
-    records: list[Record] = []
-    left_out, batch, turn = 0, 0, 0
-    limit = engine.config.decode.max_length
-    while running and turn != most_turns:
-        running = [i for i in running if turn < len(conversations[i].turns)]
-        prompts = {}
-        for i in running:
-            histories[i].append({"role": "user", "content": conversations[i].turns[turn]})
-            ids = encode(engine, histories[i], generation)
-            if len(ids) + generation.output_len <= limit:
-                prompts[i] = ids
-            else:
-                skipped = len(conversations[i].turns[turn:most_turns])
-                left_out += skipped
-                advance(skipped)
-        running = list(prompts)
-        for part in _parts(running, concurrency):
-            params = [generation.params(first_index + i) for i in part]
-            timed = _serve(engine, [prompts[i] for i in part], params, generation.rounds_per_call)
-            for i, (request, arrivals) in zip(part, timed, strict=True):
-                record = _record(conversations[i], turn, batch, request, arrivals)
-                if repeat:
-                    record = replace(record, clean_acceptance=repeat(request))
-                histories[i].append({"role": "assistant", "content": record.text})
-                records.append(record)
-            batch += 1
-            advance(len(part))
-        turn += 1
-    return records, left_out
+    talks = Talks(engine, conversations, generation, most_turns)
+    advance(talks.left_out)
+    running: dict[Request, Turn] = {}
+    found: list[tuple[Turn, Record]] = []
+    begin = engine.clock()
+    try:
+        while True:
+            while len(running) < concurrency and (ready := talks.next()):
+                turn, prompt = ready
+                turn.sent = engine.clock()
+                params = generation.params(first_index + turn.conversation)
+                rounds = generation.rounds_per_call
+                running[engine.submit(prompt, params, rounds=rounds)] = turn
+            if not running:
+                break
+            changed = engine.step()
+            now = engine.clock()
+            for request in (one for one in changed if one in running):
+                running[request].note(now, len(request.token_ids))
+                if request.finish_reason:
+                    turn, skipped = running.pop(request), talks.left_out
+                    record = _record(conversations[turn.conversation], turn, request, begin)
+                    if repeat:
+                        record = replace(record, clean_acceptance=repeat(request))
+                    found.append((turn, record))
+                    talks.answered(turn, record.text)
+                    advance(1 + talks.left_out - skipped)
+    finally:
+        for request in running:
+            engine.cancel(request)
+    found.sort(key=lambda pair: (pair[0].number, pair[0].conversation))
+    return [record for _, record in found], talks.left_out
 
 
-def _parts(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (items[begin : begin + size] for begin in range(0, len(items), size))
-
-
-def _serve(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    rounds: int,
-) -> list[tuple[Request, list[list[float]]]]:
-    """One batch and when its tokens came; compilation lies before the clock starts."""
-    requests = engine.prepare(prompts, params)
-    arrivals: list[list[list[float]]] = [[] for _ in requests]
-    begin = None
-    for _ in engine.serve(requests, rounds):
-        now = time.perf_counter()
-        if begin is None:
-            begin = now - max(request.seconds for request in requests)
-        for request, seen in zip(requests, arrivals, strict=True):
-            count = len(request.token_ids)
-            if count > (seen[-1][1] if seen else 0):
-                seen.append([now - begin, count])
-    return list(zip(requests, arrivals, strict=True))
-
-
-def _record(
-    conversation: Conversation,
-    turn: int,
-    batch: int,
-    request: Request,
-    arrivals: list[list[float]],
-) -> Record:
+def _record(conversation: Conversation, turn: Turn, request: Request, begin: float) -> Record:
     result = request.result()
     fields: dict[str, Any] = {
         name: getattr(conversation, name)
         for name in ("question_id", "category", "sub_category", "subset")
     }
     return Record(
-        turn=turn,
-        batch=batch,
+        turn=turn.number,
+        sent=turn.sent - begin,
         prompt_tokens=result.prompt_tokens,
         output_tokens=len(result.token_ids),
         finish_reason=result.finish_reason,
         seed=result.seed,
-        arrivals=arrivals,
+        arrivals=turn.arrivals,
         acceptance_lengths=result.acceptance_lengths,
         proposal_lengths=result.proposal_lengths,
         accepted_drafts=result.accepted_drafts,

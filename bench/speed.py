@@ -1,6 +1,7 @@
 """Acceptance and latency of one pair on SPEED-Bench, JSONL with `turns`, or a user's own prompts.
 
-Requests run in static batches of the concurrency asked for; several concurrencies make a sweep.
+As many requests are on their way as the concurrency asked for, and the next is sent when one ends;
+several concurrencies make a sweep.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[1],
         metavar="C",
-        help="requests in a batch; several make a sweep (1)",
+        help="requests at a time; several make a sweep (1)",
     )
     add(
         "--rounds-per-call",

@@ -26,7 +26,7 @@ def run_table(runs: Sequence[Run]) -> Table:
     table = Table(title="acceptance", box=SIMPLE_HEAD)
     for name in ("run", "requests", "rounds", "acceptance length", "macro"):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=name == "run")
-    for name in ("drafts", "verify rate"):
+    for name in ("drafts", "verified", "verify rate"):
         table.add_column(name, justify="right")
     for run in runs:
         found = run.figures()
@@ -37,6 +37,7 @@ def run_table(runs: Sequence[Run]) -> Table:
             with_error(found["acceptance_length"], found["standard_error"]),
             number(found["acceptance_length_macro"]),
             number(found["drafts_per_round"]),
+            number(found["verified_per_round"]),
             number(found["verify_rate"], 3),
         )
     return table
@@ -47,7 +48,7 @@ def latency_table(runs: Sequence[Run]) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
         title="latency in ms: p50 / p90 / p99",
-        caption="by batch: no queueing is counted",
+        caption="from when a request was sent; the next is sent when one has ended",
     )
     table.add_column("run", no_wrap=True)
     for name in ("tokens/s", "time to first token", "inter-token latency", "time per output token"):

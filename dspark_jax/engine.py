@@ -71,6 +71,11 @@ class Engine:
         self._step: asyncio.Future[list[Request]] | None = None  # that streams of asyncio wait for
 
     @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds now, on a clock that stands still while programs are compiled."""
+        return self._loop.clock
+
+    @property
     def max_batch(self) -> int:
         """Rows that decode together at most."""
         return self._loop.scheduler.max_batch

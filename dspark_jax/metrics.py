@@ -71,6 +71,12 @@ def drafts_per_round(requests: Iterable[HasRounds]) -> float | None:
     return _ratio(sum(lengths), len(lengths))
 
 
+def verified_per_round(requests: Iterable[HasRounds]) -> float | None:
+    """Tokens of a request that the target verified a round, the anchor included (micro)."""
+    drafts = drafts_per_round(requests)
+    return None if drafts is None else drafts + 1
+
+
 def verify_rate(requests: Sequence[HasRounds]) -> float | None:
     """Tokens emitted for each row that the target verified, anchors included (micro)."""
     proposed = _pool(requests, "proposal_lengths")

@@ -84,13 +84,14 @@ def test_latency_by_hand():
                 "arrivals": times,
                 "output_tokens": times[-1][1],
                 "batch": batch,
+                "sent": sent,
             }
         )
-        for times, batch in zip(arrivals, (0, 0, 1), strict=True)
+        for times, batch, sent in zip(arrivals, (0, 0, 1), (0.0, 1.5, 0.0), strict=True)
     ]
     found = latency(records)
-    assert figures.total_seconds(records) == found["seconds"] == 2.25
-    assert found["tokens_per_second"] == 8 / 2.25
+    assert figures.total_seconds(records) == found["seconds"] == 2.5
+    assert found["tokens_per_second"] == 8 / 2.5
     assert found["time_to_first_token"]["p50"] == 0.5
     assert found["inter_token_latency"]["mean"] == pytest.approx((0.5 + 1.0 + 0.25) / 3)
     assert found["time_per_output_token"]["mean"] == pytest.approx((1.5 / 4 + 0.25) / 2)

@@ -33,6 +33,7 @@ def test_rates_divide_by_the_rounds_that_proposed_so_far():
     ]
     assert metrics.acceptance_length(runs) == 6 / 3
     assert metrics.drafts_per_round(runs) == 5 / 3
+    assert metrics.verified_per_round(runs) == 1 + 5 / 3
     assert metrics.verify_rate(runs) == 6 / (5 + 3)
     assert metrics.accept_rates_by_position(runs) == [2 / 2, 2 / 2, 0 / 1]
     assert metrics.survival_by_position(runs) == [2 / 3, 1 / 3, 0]
