@@ -1,21 +1,32 @@
-"""`python -m convert`: check a target and a draft, or write them as an Orbax store."""
+"""`python -m convert`: check a target and a draft, write them as a store, or export them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
-from convert.apply import Progress, load_draft_params, load_target_params
+from convert.apply import Dtype, Params, Progress, load_draft_params, load_target_params
 from convert.dialects import DraftOverrides
 from convert.doctor import Report, as_json, as_text, examine, stored_dtype
 from convert.flags import Parser, add_override_flags, overrides_of, positive
 from convert.hub import resolve_folder
-from convert.packaging import read_draft, read_target, share_with_target
+from convert.packaging import (
+    DraftSource,
+    TargetSource,
+    read_draft,
+    read_target,
+    share_with_target,
+)
 from convert.problems import CheckpointError
 from convert.store import place_in_parts, save, split_host
+from convert.tokens import copy_token_files, stop_token_ids
+from dspark_jax.config import ModelConfig
+from dspark_jax.decoding import DecodeConfig
+from dspark_jax.exported import PLATFORMS, ExportError, check_export
 
 REFUSED = 2
 
@@ -24,7 +35,8 @@ def build_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="python -m convert",
-        description="Check Hugging Face checkpoints of a target and its draft, or convert them.",
+        description="Check Hugging Face checkpoints of a target and its draft, convert them, or"
+        " export them for every accelerator.",
         epilog="Exit code 0: the pair fits or was written; 2: refused, with the reason.",
     )
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
@@ -37,11 +49,25 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the store (default: bfloat16 if all weights are stored so, else float32)",
+        help="of what is written (default: bfloat16 if all weights are stored so, else float32)",
     )
     parser.add_argument(
-        "--max-length", type=positive, default=4096, help="tokens the memory sum is for (4096)"
+        "--max-length",
+        type=positive,
+        default=4096,
+        help="tokens the memory sum and exported programs are for (4096)",
     )
+    parser.add_argument(
+        "--export-stablehlo",
+        metavar="DIR",
+        help="new folder for programs and weights that `load_exported` runs",
+    )
+    parser.add_argument(
+        "--platforms",
+        default=",".join(PLATFORMS),
+        help=f"of the export, none of which need be here ({','.join(PLATFORMS)})",
+    )
+    parser.add_argument("--batch", type=positive, default=1, help="slots of the export (1)")
     add_override_flags(parser)
     return parser
 
@@ -53,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     overrides = overrides_of(arguments)
-    if not arguments.check and not arguments.out:
-        parser.error("nothing to do: give --check, --out STORE, or both")
+    if not arguments.check and not arguments.out and not arguments.export_stablehlo:
+        parser.error("nothing to do: give --check, --out STORE, --export-stablehlo DIR, or several")
     if arguments.json and not arguments.check:
         parser.error("--json goes with --check")
     if arguments.draft is None and overrides != DraftOverrides():
@@ -62,10 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.check and _check(arguments, overrides).problems:
             return REFUSED
-        if arguments.out:
+        if arguments.export_stablehlo:
+            check_export(arguments.export_stablehlo, arguments.platforms.split(","))
+        if arguments.out or arguments.export_stablehlo:
             with jax.default_device(jax.devices("cpu")[0]):  # host memory holds more
                 _convert(arguments, overrides)
-    except CheckpointError as error:
+    except (CheckpointError, ExportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -105,15 +133,43 @@ def _convert(arguments: argparse.Namespace, overrides: DraftOverrides) -> None:
     if draft is not None:
         with _Progress("draft") as progress:
             params["draft"] = load_draft_params(draft, dtype, progress, place_in_parts)
-    save(
-        arguments.out,
+    if arguments.out:
+        save(
+            arguments.out,
+            params,
+            target.config,
+            draft.config if draft else None,
+            token_files=target.folder,
+            origin=origin,
+        )
+        print(f"wrote {arguments.out} ({dtype})", file=sys.stderr)
+    if arguments.export_stablehlo:
+        _export(arguments, target, draft, params, dtype)
+        print(f"wrote {arguments.export_stablehlo} ({dtype})", file=sys.stderr)
+
+
+def _export(
+    arguments: argparse.Namespace,
+    target: TargetSource,
+    draft: DraftSource | None,
+    params: Params,
+    dtype: Dtype,
+) -> None:
+    """Write the pair as the programs and weights that `load_exported` runs."""
+    from dspark_jax.exporting import export_pair  # a second of imports that only this needs
+
+    length = min(arguments.max_length, target.config.max_length)
+    drafts = draft.config.max_drafts if draft else 0
+    decode = DecodeConfig(max_length=length, num_drafts=drafts)
+    export_pair(
+        arguments.export_stablehlo,
+        ModelConfig(target.config, draft.config if draft else None, decode, dtype),
         params,
-        target.config,
-        draft.config if draft else None,
-        token_files=target.folder,
-        origin=origin,
+        batch=arguments.batch,
+        platforms=arguments.platforms.split(","),
+        stop_ids=stop_token_ids(target.folder),
     )
-    print(f"wrote {arguments.out} ({dtype})", file=sys.stderr)
+    copy_token_files(target.folder, Path(arguments.export_stablehlo))
 
 
 class _Progress:

@@ -9,6 +9,7 @@ refuse_shadows("pallas_kernels")  # everything that computes imports it
 
 _HOMES = {
     "load": "dspark_jax.loading",
+    "load_exported": "dspark_jax.exported",
     "Engine": "dspark_jax.engine",
     "Result": "dspark_jax.request",
     "Chunk": "dspark_jax.request",

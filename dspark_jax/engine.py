@@ -65,7 +65,8 @@ class Engine:
         self.defaults = defaults or SamplingParams()
         self.mesh = mesh
         self.folder = folder
-        self._intake = Intake(config, tokenizer, stop_ids)
+        limits = config.target.vocab_size, config.decode.max_length
+        self._intake = Intake(*limits, tokenizer, stop_ids)
         self._loop = Loop(config, params, max_batch, mesh)
         self._advice = DraftAdvice(config, report)
         self._step: asyncio.Future[list[Request]] | None = None  # that streams of asyncio wait for

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Sequence
 
 from dspark_jax.accounting import Request
-from dspark_jax.config import ModelConfig
 from dspark_jax.hosts import seed_source
 from dspark_jax.request import SamplingParams
 from dspark_jax.state import MAX_STOP_IDS
@@ -19,9 +18,14 @@ class Intake:
     """Makes requests of prompts, or says in one sentence (ValueError) why one cannot be served."""
 
     def __init__(
-        self, config: ModelConfig, tokenizer: Tokenizer | None, stop_ids: Sequence[int]
+        self,
+        vocab_size: int,
+        max_length: int,
+        tokenizer: Tokenizer | None,
+        stop_ids: Sequence[int],
     ) -> None:
-        self.config = config
+        self.vocab_size = vocab_size
+        self.max_length = max_length
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         self._draw_seed = seed_source()
@@ -48,7 +52,7 @@ class Intake:
     def request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
         """A request for the prompt that errors call `name`."""
         ids = self._encode(name, prompt)
-        limit, total = self.config.decode.max_length, len(ids) + params.max_tokens
+        limit, total = self.max_length, len(ids) + params.max_tokens
         if total > limit:
             raise ValueError(
                 f"{name} has {len(ids)} tokens, with max_tokens {params.max_tokens} that makes"
@@ -60,7 +64,7 @@ class Intake:
             raise ValueError(f"{len(stop_ids)} stop tokens are above the limit of {MAX_STOP_IDS}")
         if params.stop:
             self.tokenizer_for("stop strings")
-        size = self.config.target.vocab_size
+        size = self.vocab_size
         for option, named in (
             ("logit_bias", tuple(dict(params.logit_bias or ()))),
             ("stop_token_ids", tuple(params.stop_token_ids)),
@@ -89,7 +93,7 @@ class Intake:
                 ) from None
         if not ids:
             raise ValueError(f"{name} is empty; give at least one token")
-        size = self.config.target.vocab_size
+        size = self.vocab_size
         outside = next((token for token in ids if not 0 <= token < size), None)
         if outside is not None:
             raise ValueError(f"{name} holds id {outside}, outside the vocabulary of {size}")

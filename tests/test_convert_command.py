@@ -65,7 +65,7 @@ def test_overrides_are_flags(pair: list[str], capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "nothing to do: give --check, --out STORE, or both"),
+        ([], "nothing to do: give --check, --out STORE, --export-stablehlo DIR, or several"),
         (["--json", "--out", "x"], "--json goes with --check"),
         (["--check", "--block-size", "0"], "must be at least 1"),
         (["--check", "--target-layer-ids", "a,b"], "must be numbers with commas"),
