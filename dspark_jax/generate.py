@@ -62,7 +62,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[Engine, list[str], list[Requ
     elif arguments.chat:
         conversations = [[{"role": "user", "content": text}] for text in prompts]
     notes = set_up_jax()
-    engine = load_engine(arguments, max_batch=min(len(prompts), MOST_ROWS))
+    parts = max(arguments.data_parallel, 1)
+    engine = load_engine(arguments, max_batch=-(-min(len(prompts), MOST_ROWS) // parts) * parts)
     for note in notes:
         tell(note)
     inputs: list[Any] = list(prompts)

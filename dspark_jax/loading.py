@@ -30,7 +30,12 @@ from dspark_jax.scheduler import batch_tier
 from dspark_jax.sharding import DATA, TENSOR, adopt_mesh, check_divisible, make_mesh
 from dspark_jax.text import Tokenizer, open_tokenizer
 from dspark_jax.verification import Verification
-from pallas_kernels.platform import default_device, describe_device, resolve_implementation
+from pallas_kernels.platform import (
+    decide_for,
+    default_device,
+    describe_device,
+    resolve_implementation,
+)
 
 __all__ = ["EMBEDDED", "load", "ran_by"]
 
@@ -104,7 +109,8 @@ def load(
     what is wrong, before any weight is read wherever it can be told from the configuration.
     """
     check_kinds(locals())
-    device = default_device()
+    place = _mesh(mesh, tensor_parallel, data_parallel)
+    device = place.local_devices[0] if place else default_device()
     on_cpu = device.platform == "cpu"
     resolve_implementation(implementation, device)  # a kernel that cannot run is an error now
     taps = None if target_layer_ids is None else tuple(target_layer_ids)
@@ -130,11 +136,11 @@ def load(
     if implementation == "pallas" and kind != "bfloat16":
         raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
-    place = _mesh(mesh, tensor_parallel, data_parallel)
     asked = Verification(verification, calibration, costs)
     asked.check(config, place is not None)
     options = Options(max_length, max_batch, use_generation_config, place, asked)
-    return _build(checkpoint, config, options, report, progress)
+    with decide_for(device):
+        return _build(checkpoint, config, options, report, progress)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,8 @@ def _build(
     batches = dict.fromkeys(batch_tier(count, max_batch) for count in range(1, max_batch + 1))
     config = options.verification.settle(config, batches, folder, tell)
     decode = config.decode
-    tell(f"{_devices(device, mesh)}, {config.dtype}, {ran_by(config)}, memory {plan}")
+    memory = f"memory of each {plan}" if mesh else f"memory {plan}"
+    tell(f"{_devices(device, mesh)}, {config.dtype}, {ran_by(config)}, {memory}")
     for warning in checkpoint.warnings:
         warn(warning)
     if options.asked_length > decode.max_length:
@@ -204,7 +211,7 @@ def _devices(device: Any, mesh: Mesh | None) -> str:
     name = describe_device(device)
     if mesh is None:
         return name
-    return f"{name} (tensor {mesh.shape[TENSOR]} x data {mesh.shape[DATA]}, each)"
+    return f"{mesh.size} x {name} as tensor {mesh.shape[TENSOR]} x data {mesh.shape[DATA]}"
 
 
 def ran_by(config: ModelConfig) -> str:

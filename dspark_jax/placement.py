@@ -46,9 +46,9 @@ def _move(cache: Array, places: Int[np.ndarray, " B"]) -> Array:
 
 def _placed_take(rows: Any, places: Int[np.ndarray, " B"]) -> Any:
     """On a mesh each array is split as it was."""
-    return jax.device_put(_take(rows, places), jax.tree.map(lambda x: x.sharding, rows))
+    split = jax.tree.map(lambda x: x.sharding, rows)
+    return jax.jit(_take, out_shardings=split)(rows, places)
 
 
-@jax.jit
 def _take(rows: Any, places: Int[Array, " B"]) -> Any:
     return jax.tree.map(lambda x: x[places] if x.ndim else x, rows)

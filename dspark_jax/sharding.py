@@ -7,8 +7,8 @@ context (`jax.set_mesh`); without one everything here is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from dspark_jax.config import DraftConfig, LayersConfig, ModelConfig
 from dspark_jax.state import DecodeState, KVCache, Proposal
+from pallas_kernels.platform import decide_for
 
 DATA, TENSOR = "data", "tensor"
 AXES = {"B": DATA, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR, "?": P.UNCONSTRAINED}
@@ -224,9 +225,14 @@ def make_state(build: Callable[[], Any], mesh: Mesh | None) -> Any:
 # Inside a traced program.
 
 
-def use_mesh(mesh: Mesh | None) -> Any:
-    """The context in which programs for a mesh are traced."""
-    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+@contextmanager
+def use_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """The context in which programs for a mesh are traced; kernels are chosen for its devices."""
+    if mesh is None:
+        yield
+    else:
+        with jax.set_mesh(mesh), decide_for(mesh.devices.flat[0]):
+            yield
 
 
 def axis_size(axis: str) -> int:

@@ -54,6 +54,15 @@ def test_the_command_line_refuses_in_one_sentence(capsys: pytest.CaptureFixture[
     assert "Traceback" not in written.err
 
 
+def test_the_commands_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (command,) = re.findall(r"-m dspark_jax\.generate (.*-parallel .*)", readme)
+    assert main([*command.split(), "--max-tokens", "4"]) == 0
+    written = capsys.readouterr()
+    assert "4 x cpu (cpu) as tensor 2 x data 2, float32, xla, memory of each " in written.err
+    assert written.out
+
+
 def test_a_mesh_of_the_callers_is_taken_by_its_axes() -> None:
     devices = np.array(jax.devices()[4:8]).reshape(2, 2)
     engine = load(mesh=Mesh(devices, ("tensor", "data")), max_length=64, max_batch=2)

@@ -4,11 +4,17 @@ import re
 from pathlib import Path
 
 from bench.__main__ import main as bench
+from convert.__main__ import main as convert
 from dspark_jax import SamplingParams, load
 from dspark_jax.generate import build_parser
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README_FILE = Path(__file__).parent.parent / "README.md"
+README = README_FILE.read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OF_OTHERS = {  # of convert, and of XLA
+    *("--check", "--out", "--draft", "--export-stablehlo", "--platforms"),
+    "--xla_force_host_platform_device_count",
+}
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 
 
@@ -25,7 +31,7 @@ def test_the_example_without_the_engine_gives_the_engines_tokens(capsys):
     (result,) = load(max_batch=1).generate("def fibonacci(n):\n", SamplingParams(max_tokens=32))
     assert names["tokens"][:32] == result.token_ids
     assert capsys.readouterr().out == result.text + "\n"
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 def test_the_set_up_commands_are_two_single_lines():
@@ -44,7 +50,9 @@ def test_the_defaults_in_the_table_are_the_parsers():
     assert float(stated["confidence_threshold"]) == defaults["confidence_threshold"]
     assert float(stated["temperature"]) == SamplingParams().temperature
     flags = set(re.findall(r"--[a-z][\w-]+", re.sub(r"-m bench .*", "", README)))
-    assert flags - {"--check", "--out", "--draft"} <= set(build_parser()._option_string_actions)
+    assert flags - OF_CONVERT - {"--xla_force_host_platform_device_count"} <= set(
+        build_parser()._option_string_actions
+    )
 
 
 def test_the_bench_command_writes_its_report(monkeypatch, tmp_path):
@@ -52,3 +60,13 @@ def test_the_bench_command_writes_its_report(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert bench(command.split("-m bench ")[1].split()) == 0
     assert "data:image/svg+xml" in (tmp_path / "report.html").read_text()
+
+
+def test_the_exported_pair_runs(monkeypatch, tmp_path, capsys):
+    (command,) = (line for block in COMMANDS for line in block.splitlines() if "-m convert" in line)
+    words = command.split("-m convert ")[1].split()
+    demo = str(README_FILE.parent / "dspark_jax")
+    monkeypatch.chdir(tmp_path)
+    assert convert([word.replace("dspark_jax", demo, 1) for word in words]) == 0
+    exec(EXAMPLES[2], {})
+    assert capsys.readouterr().out.strip()
