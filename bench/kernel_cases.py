@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
+from pallas_kernels import block_attention, context_kv, fused_matmul, markov_walk, qkv_write
 
 SAMPLED_HEADS = 6  # of a batch, whose attention is checked
 
@@ -267,6 +267,38 @@ def walk_case(spec: markov_walk.Spec, implementation: str, *, config: Any = None
     )
 
 
+def matmul_case(spec: fused_matmul.Spec, implementation: str, *, config: Any = None) -> Case:
+    """A norm and a projection, gated or not."""
+    options: dict[str, Any] = {} if config is None else {"config": config}
+    op = partial(
+        fused_matmul.fused_matmul, gated=spec.gated, implementation=implementation, **options
+    )
+    function = jax.jit(op)
+
+    def check(operands: Any, y: Any) -> float:
+        x, norm, weight = (np.asarray(a, np.float64) for a in operands)
+        x = (x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)) * norm
+        expected = x @ weight.T
+        if spec.gated:
+            gate, up = np.split(expected, 2, axis=-1)
+            expected = gate / (1 + np.exp(-gate)) * up
+        return float(np.abs(np.asarray(y, np.float64) - expected).max() / np.abs(expected).max())
+
+    def make() -> Any:
+        weight = draw(spec.out, spec.width) / spec.width**0.5
+        return draw(spec.rows, spec.width), draw(spec.width), weight
+
+    wide = spec.out // 2 if spec.gated else spec.out
+    return Case(
+        op="fused_matmul",
+        shape={"m": spec.rows, "k": spec.width, "n": spec.out, "gated": spec.gated},
+        call=lambda x: function(*x),
+        draw=make,
+        check=check,
+        moved=2 * (spec.out * spec.width + spec.rows * (spec.width + wide)),
+    )
+
+
 def uneven_starts(batch: int, total: int) -> np.ndarray:
     """Split `total` cached rows unevenly: one row has half of them, the rest share in steps."""
     weights = np.arange(1, batch, dtype=float)
@@ -294,3 +326,6 @@ def cases(ops: tuple[str, ...], implementations: tuple[str, ...]) -> Iterator[tu
         if "markov_walk" in ops:
             for walk_spec in markov_walk.SPECS:
                 yield implementation, walk_case(walk_spec, implementation)
+        if "fused_matmul" in ops:
+            for matmul_spec in fused_matmul.SPECS:
+                yield implementation, matmul_case(matmul_spec, implementation)

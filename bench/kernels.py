@@ -18,7 +18,7 @@ from bench.kernel_cases import Case, cases
 from bench.timing import Timing, measure, read_bandwidth, sets_needed
 from pallas_kernels.platform import default_device, runs_kernels
 
-OPS = ("block_attention", "qkv_write", "context_kv", "markov_walk")
+OPS = ("block_attention", "qkv_write", "context_kv", "markov_walk", "fused_matmul")
 
 
 def operand_bytes(operands: Any) -> int:
@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
     parser.add_argument("--implementation", action="append", choices=("pallas", "xla"))
     parser.add_argument(
-        "--match", help="only shapes whose line holds this text, as 'batch=1 rows=8'"
+        "--match",
+        action="append",
+        help="only shapes whose line holds this text, as 'batch=1 rows=8' (repeatable)",
     )
     parser.add_argument("--out", type=Path, help="append JSON Lines here")
     options = parser.parse_args(arguments)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
 from bench import hlo
 from bench.models import plain
 from dspark_jax import decode
+from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
 from dspark_jax.sharding import abstract_state, settle, use_mesh
 from dspark_jax.state import MAX_ROUNDS, DecodeState, Params, Proposal
@@ -117,8 +118,9 @@ def compile_loops(
         with use_mesh(mesh):
             loop = ENTRIES[name].lower(own, weights, state, np.int32(1))
         lowered.append((name, own, weights, loop))
+    options = compiler_options()
     with ThreadPoolExecutor(len(lowered)) as pool:  # XLA compiles outside the interpreter's lock
-        compiled = list(pool.map(lambda one: one[-1].compile(), lowered))
+        compiled = list(pool.map(lambda one: one[-1].compile(options), lowered))
     return [
         Loop(name, own, partial(program, weights), hlo.parse(program.as_text()), mesh)
         for (name, own, weights, _), program in zip(lowered, compiled, strict=True)

@@ -12,10 +12,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.kernel_cases import Case, attention_case, context_case, qkv_case, walk_case
+from bench.kernel_cases import (
+    Case,
+    attention_case,
+    context_case,
+    matmul_case,
+    qkv_case,
+    walk_case,
+)
 from bench.kernels import OPS, operand_sets
 from bench.timing import measure
-from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
+from pallas_kernels import block_attention, context_kv, fused_matmul, markov_walk, qkv_write
 from pallas_kernels.platform import default_device, resolve_implementation
 from pallas_kernels.tuning import device_file
 
@@ -25,8 +32,8 @@ TUNED = Path(block_attention.__file__).parent / "tuned"
 
 def attention_configs(spec: block_attention.Spec) -> Iterator[block_attention.Config]:
     """One batch row: a fixed number of runs. More: slots for all runs together."""
-    slots = (64, 128, 256) if spec.batch == 1 else (128, 192, 264)
-    stages = (2, 4) if spec.batch * spec.kv_heads <= 64 else (2,)
+    slots = (64, 128, 256) if spec.batch == 1 else (128, 256, 264)
+    stages = (2, 4) if spec.batch * spec.kv_heads <= 64 else (2, 3)
     for depth, count in product(stages, slots):
         yield block_attention.Config(stages=depth, slots=count)
     yield block_attention.Config(block=128, stages=2, slots=slots[1])
@@ -34,6 +41,13 @@ def attention_configs(spec: block_attention.Spec) -> Iterator[block_attention.Co
 
 def head_configs(spec: Any) -> Iterator[qkv_write.Config]:
     yield from (qkv_write.Config(n) for n in (2, 4, 8) if spec.kv_heads % n == 0)
+
+
+def matmul_configs(spec: fused_matmul.Spec) -> Iterator[fused_matmul.Config]:
+    """As many tiles in flight as shared memory holds, of each depth."""
+    for depth in (128, 256):
+        most = fused_matmul.most_stages(spec.rows, spec.width, depth)
+        yield from (fused_matmul.Config(depth=depth, stages=n) for n in (most - 1, most) if n > 1)
 
 
 def searches(op: str) -> Iterator[tuple[str, Any, Make, list[Any]]]:
@@ -50,6 +64,11 @@ def searches(op: str) -> Iterator[tuple[str, Any, Make, list[Any]]]:
             depths = (2, 3, 4, 6) if walk_spec.batch <= 8 else (1, 2, 3)
             configs = [markov_walk.Config(stages=depth) for depth in depths]
             yield name, walk_spec, walk_case, configs
+        return
+    if op == "fused_matmul":
+        for one in fused_matmul.SPECS:
+            sizes = (one.rows, one.width, one.out, one.gated)
+            yield fused_matmul.shape_name(*sizes), one, matmul_case, list(matmul_configs(one))
         return
     make: Make = qkv_case if op == "qkv_write" else context_case
     specs: tuple[Any, ...] = qkv_write.SPECS if op == "qkv_write" else context_kv.SPECS

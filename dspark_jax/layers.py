@@ -20,37 +20,20 @@ from dspark_jax.config import LayersConfig, RopeConfig
 from dspark_jax.packing import WHOLE, Packing, Whole
 from dspark_jax.sharding import CACHE, per_device, spec
 from pallas_kernels.block_attention import block_attention
+from pallas_kernels.fused_matmul import fused_matmul, project
 from pallas_kernels.qkv_write import qkv_write
 from pallas_kernels.rotary import normalize_heads as rms_norm
 
 Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]  # cos, sin in float32
 
 
-def matmul_precision(dtype: Any) -> jax.lax.Precision:
-    """float32 means highest precision on every platform (a GPU or TPU would round otherwise)."""
-    full = dtype == jnp.float32
-    return jax.lax.Precision.HIGHEST if full else jax.lax.Precision.DEFAULT
+class RMSNorm(nnx.Module):
+    def __init__(self, width: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
 
-
-def project(
-    x: Float[Array, "*rows d"], weight: Float[Array, "n d"], out_dtype: Any = None
-) -> Float[Array, "*rows n"]:
-    """x @ weight.T, accumulated in float32 and returned in `out_dtype` (x's when None)."""
-    dot = partial(
-        jnp.einsum,
-        precision=matmul_precision(x.dtype),
-        preferred_element_type=out_dtype or x.dtype,
-    )
-
-    def weight_first(x: Array, weight: Array) -> Array:
-        return jnp.moveaxis(dot("nd,...d->n...", weight, x), 0, -1)
-
-    def rows_first(x: Array, weight: Array) -> Array:
-        return dot("...d,nd->...n", x, weight)
-
-    # The same sums in the same order. On a CPU a few rows against a [out, in] weight run twice
-    # as fast with the weight on the left.
-    return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=rows_first)
+    def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Linear(nnx.Module):
@@ -62,7 +45,32 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((out_size,), dtype))
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows n"]:
-        y = project(x, self.weight[...])
+        return self._biased(project(x, self.weight[...]))
+
+    def normed(
+        self,
+        x: Float[Array, "*rows D"],
+        norm: RMSNorm,
+        letter: str,
+        implementation: str,
+        gated: bool = False,
+    ) -> Float[Array, "*rows n"]:
+        """This projection of `norm(x)`, `silu(gate) * up` where it is gated; `letter` is its out
+        axis.
+
+        A named kernel is not insisted on: it is for rows so few that the weight is what costs.
+        """
+        wanted = "xla" if implementation == "xla" else "auto"
+        leading = "B T" if x.ndim == 3 else "-"
+        rows, whole, weight = spec(f"{leading} D"), spec("-"), spec(f"{letter} D")
+        matmul = per_device(
+            partial(fused_matmul, gated=gated, eps=norm.eps, implementation=wanted),
+            (rows, whole, weight),
+            spec(f"{leading} {letter}"),
+        )
+        return self._biased(matmul(x, norm.weight[...], self.weight[...]))
+
+    def _biased(self, y: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
         return y + self.bias[...] if hasattr(self, "bias") else y
 
 
@@ -74,15 +82,6 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
         return self.weight[...][ids]
-
-
-class RMSNorm(nnx.Module):
-    def __init__(self, width: int, *, eps: float, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.ones((width,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-        return rms_norm(x, self.weight[...], self.eps)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -151,6 +150,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "*rows D"],
+        norm: RMSNorm,
         rope: Rope,
         k_cache: Float[Array, "B S K H"],
         v_cache: Float[Array, "B S K H"],
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
         packing: Packing | Whole = WHOLE,
         **mask: Any,
     ) -> tuple[Float[Array, "*rows D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-        """Write the T rows at `start`, attend over everything up to them (`mask`: see the op)."""
+        """Norm, write the T rows at `start`, attend to all up to them (`mask`: see the op)."""
         config = self.config
         norms: tuple[Any, Any] = (None, None)
         if config.qk_norm:
@@ -177,9 +177,8 @@ class Attention(nnx.Module):
             (rows, whole, whole, slots, slots, cache, cache, slots),
             (rows, cache, cache),
         )
-        out, k_cache, v_cache = attend(
-            packing.unpack(self.qkv_proj(x)), *norms, *rope, k_cache, v_cache, start
-        )
+        qkv = self.qkv_proj.normed(x, norm, "N", mask["implementation"])
+        out, k_cache, v_cache = attend(packing.unpack(qkv), *norms, *rope, k_cache, v_cache, start)
         out = packing.pack(out)
         return self.o_proj(out), k_cache, v_cache
 
@@ -191,14 +190,10 @@ class MLP(nnx.Module):
         self.gate_up_proj = Linear(2 * config.intermediate_size, config.hidden_size, dtype=dtype)
         self.down_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        def gated(gate_up: Array) -> Array:
-            gate, up = jnp.split(gate_up, 2, axis=-1)
-            return jax.nn.silu(gate) * up
-
-        columns = spec("B T F" if x.ndim == 3 else "- F")
-        gated = per_device(gated, [columns], columns)
-        return self.down_proj(gated(self.gate_up_proj(x)))
+    def __call__(
+        self, x: Float[Array, "*rows D"], norm: RMSNorm, implementation: str
+    ) -> Float[Array, "*rows D"]:
+        return self.down_proj(self.gate_up_proj.normed(x, norm, "F", implementation, gated=True))
 
 
 class DecoderLayer(nnx.Module):
@@ -220,10 +215,11 @@ class DecoderLayer(nnx.Module):
         **mask: Any,
     ) -> tuple[Float[Array, "*rows D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         attended, k_cache, v_cache = self.self_attn(
-            self.input_layernorm(x), rope, k_cache, v_cache, start, packing, **mask
+            x, self.input_layernorm, rope, k_cache, v_cache, start, packing, **mask
         )
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), k_cache, v_cache
+        x = x + self.mlp(x, self.post_attention_layernorm, mask["implementation"])
+        return x, k_cache, v_cache
 
 
 @lru_cache(maxsize=64)

@@ -16,8 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DraftConfig
-from dspark_jax.layers import Embedding, Linear, matmul_precision, project
+from dspark_jax.layers import Embedding, Linear
 from dspark_jax.sharding import per_device, spec
+from pallas_kernels.fused_matmul import matmul_precision, project
 from pallas_kernels.markov_walk import markov_walk
 
 Choose = Callable[[Any, Array], tuple[Array, Array]]  # (slot, logits) -> (place, law)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from dspark_jax import decode
 from dspark_jax.accounting import Request
+from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
 from dspark_jax.controls import init_controls
 from dspark_jax.placement import release
@@ -126,8 +127,9 @@ class Programs:
             for name, maker in makers.items()
             if (key := _key(name, tier)) not in self._compiled
         }
+        options = compiler_options()
         with ThreadPoolExecutor(len(inputs)) as pool:  # XLA compiles outside the interpreter's lock
-            compiled = pool.map(lambda lowered: lowered.compile(), missing.values())
+            compiled = pool.map(lambda lowered: lowered.compile(options), missing.values())
             self._compiled |= zip(missing, compiled, strict=True)
         return True
 

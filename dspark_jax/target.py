@@ -9,9 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import EMBEDDING_TAP, TargetConfig
-from dspark_jax.layers import DecoderLayer, Embedding, Linear, RMSNorm, project, rope_table
+from dspark_jax.layers import DecoderLayer, Embedding, Linear, RMSNorm, rope_table
 from dspark_jax.packing import WHOLE, Packing, Whole
 from dspark_jax.state import KVCache
+from pallas_kernels.fused_matmul import project
 
 
 class Target(nnx.Module):

@@ -160,3 +160,21 @@ def walk_operands(
         return base, w1, w2, anchor
     gumbel = jnp.asarray(rng.gumbel(size=shape), jnp.float32)
     return base, w1, w2, anchor, gumbel, jnp.asarray(rng.uniform(0.5, 2, batch), jnp.float32)
+
+
+def fused_matmul(x: Any, norm: Any, weight: Any, *, gated: bool) -> np.ndarray:
+    x, norm, weight = exact(x), exact(norm), exact(weight)
+    y = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * norm @ weight.T
+    if not gated:
+        return y
+    gate, up = np.split(y, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def matmul_operands(
+    rng: np.random.Generator, shape: tuple[int, ...], out: int, dtype: Any = jnp.bfloat16
+) -> tuple[Any, Any, Any]:
+    width = shape[-1]
+    drawn = (shape, (width,), (out, width))
+    x, norm, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in drawn)
+    return x, norm, weight / width**0.5

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
+from pallas_kernels import block_attention, context_kv, fused_matmul, markov_walk, qkv_write
 
 
 class Case(NamedTuple):
@@ -78,8 +78,18 @@ def _walk(spec: markov_walk.Spec) -> Case:
     return Case(str(spec), function, operands, logits, (0,), spec.slots)
 
 
+def _matmul(spec: fused_matmul.Spec) -> Case:
+    sizes = (spec.rows, spec.width, spec.out, spec.gated)
+    config = fused_matmul.choose_config(*sizes)
+    function = partial(fused_matmul.fused_matmul_kernel, gated=spec.gated, eps=1e-6, config=config)
+    weight = (spec.out, spec.width)
+    operands = (_shape(spec.rows, spec.width), _shape(spec.width), _shape(*weight))
+    return Case(str(spec), function, operands, weight, (), 1)
+
+
 def cases() -> Iterator[Case]:
     yield from map(_attention, block_attention.SPECS)
     yield from map(_qkv, qkv_write.SPECS)
     yield from map(_context, context_kv.SPECS)
     yield from map(_walk, markov_walk.SPECS)
+    yield from map(_matmul, fused_matmul.SPECS)

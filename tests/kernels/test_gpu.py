@@ -10,6 +10,7 @@ import pytest
 from dspark_jax import SamplingParams, load
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.context_kv import context_kv
+from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.markov_walk import markov_walk
 from pallas_kernels.qkv_write import qkv_write
 from tests.kernels import oracle
@@ -92,6 +93,15 @@ def test_cache_writes(rows):
     k_wanted, v_wanted = oracle.context_kv(*operands)
     for written, wanted in zip(k_caches + v_caches, k_wanted + v_wanted, strict=True):
         assert oracle.relative_error(written, wanted) < ERROR
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (7, 2560), (8, 4096), (16, 1024)])
+def test_fused_matmul(rows, width, gated):
+    rng = np.random.default_rng(rows)
+    operands = oracle.matmul_operands(rng, (1, rows, width), 9728)
+    actual = fused_matmul(*operands, gated=gated, implementation="pallas")
+    assert oracle.relative_error(actual, oracle.fused_matmul(*operands, gated=gated)) < ERROR
 
 
 @pytest.mark.parametrize("noise", [True, False])

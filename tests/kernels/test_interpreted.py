@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import block_attention, context_kv, markov_walk, qkv_write
+from pallas_kernels import block_attention, context_kv, fused_matmul, markov_walk, qkv_write
 from tests.kernels import oracle
 
 pytestmark = pytest.mark.skipif(
@@ -109,3 +109,21 @@ def test_markov_walk(shape, rank, noise, sizes):
     assert margin > 1e-4
     assert tokens.tolist() == expected_tokens.tolist()
     assert oracle.relative_error(logits, expected) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "out", "gated", "sizes"),
+    [
+        (16, 128, 384, True, (2, 64, 4)),
+        (8, 128, 384, True, (4, 128, 2)),
+        (3, 192, 384, False, (4, 64, 3)),
+        (1, 64, 640, True, (5, 64, 2)),
+    ],
+)
+def test_fused_matmul(rows, width, out, gated, sizes):
+    rng = np.random.default_rng(out)
+    operands = oracle.matmul_operands(rng, (rows, width), out)
+    config = fused_matmul.Config(*sizes)
+    actual = fused_matmul.fused_matmul_kernel(*operands, gated=gated, eps=1e-6, config=config)
+    expected = oracle.fused_matmul(*operands, gated=gated)
+    assert oracle.relative_error(actual, expected) < ERROR

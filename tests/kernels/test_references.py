@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.block_attention import block_attention, length_tiers
 from pallas_kernels.context_kv import context_kv
+from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.markov_walk import markov_walk
 from pallas_kernels.qkv_write import qkv_write
 from tests.kernels import oracle
@@ -86,6 +87,17 @@ def test_markov_walk(dtype, noise):
     assert oracle.relative_error(logits, expected) < 2e-6  # products of bfloat16 add in float32
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("gated", [True, False])
+def test_fused_matmul(dtype, gated):
+    rng = np.random.default_rng(4)
+    operands = oracle.matmul_operands(rng, (2, 3, 32), 20, dtype)
+    actual = fused_matmul(*operands, gated=gated)
+    assert actual.dtype == dtype
+    expected = oracle.fused_matmul(*operands, gated=gated)
+    assert oracle.relative_error(actual, expected) < TOLERANCE[dtype]
+
+
 def test_the_lowest_of_equal_tokens_is_taken():
     base = jnp.zeros((1, 2, 8)).at[0, :, jnp.array([3, 5])].set(1.0)
     zeros = jnp.zeros((8, 4))
@@ -112,3 +124,7 @@ def test_bad_shapes_are_named():
         markov_walk(base, head, head, start, base)
     with pytest.raises(ValueError, match="does not fit 1 key and 1 value caches"):
         context_kv(jnp.zeros((1, 2, 40)), None, angle, angle, [cache], [cache], start, start)
+    with pytest.raises(ValueError, match="do not fit"):
+        fused_matmul(jnp.zeros((2, 8)), jnp.zeros(8), jnp.zeros((4, 6)))
+    with pytest.raises(ValueError, match="even number of rows, got 5"):
+        fused_matmul(jnp.zeros((2, 8)), jnp.zeros(8), jnp.zeros((5, 8)), gated=True)
