@@ -109,6 +109,7 @@ def _record(
         "percent_of_floor": round(100 * floor_us / time_us, 1),
         "error": None,
         "read_bandwidth": round(rate),
+        "memory_bytes": (default_device().memory_stats() or {}).get("bytes_in_use"),
         "dtype": loop.config.dtype,
         "device": default_device().device_kind,
         "jax": jax.__version__,
