@@ -82,8 +82,9 @@ def compile_programs(
 ) -> dict[int, dict[str, Program]]:
     """Every mode at every batch, compiled side by side."""
     traced = {(b, mode): lower(mode, config, params, b) for b in batches for mode in modes}
+    options = compiler_options()
     with ThreadPoolExecutor(6) as pool:  # XLA compiles outside the interpreter's lock
-        made = pool.map(lambda one: one[-1].compile(), traced.values())
+        made = pool.map(lambda one: one[-1].compile(options), traced.values())
         compiled = list(made)
     found: dict[int, dict[str, Program]] = {}
     for (batch, mode), (_, own, weights, _), program in zip(

@@ -30,6 +30,7 @@ from bench.step import Line, pair
 from bench.timing import matmul_peak
 from bench.trace import record_events
 from dspark_jax import decode
+from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.request import SamplingParams
@@ -79,7 +80,8 @@ def compile_prefill(config: ModelConfig, params: Params) -> Prefill:
     state = jax.eval_shape(partial(decode.init_state, config, 1))
     chunk = np.zeros(config.decode.prefill_chunk, np.int32)
     inputs = (np.int32(0), chunk, np.int32(0), np.bool_(False))
-    return Prefill(config, params, decode.prefill.lower(config, params, state, *inputs).compile())
+    lowered = decode.prefill.lower(config, params, state, *inputs)
+    return Prefill(config, params, lowered.compile(compiler_options()))
 
 
 def measure(prefill: Prefill, lengths: Sequence[int], peak: float, profile: bool) -> list[Line]:

@@ -39,7 +39,7 @@ from pallas_kernels.platform import (
 
 __all__ = ["EMBEDDED", "load", "ran_by"]
 
-CPU_CHUNK, CHUNK = 64, 512  # rows of one prefill call
+CPU_CHUNK, CHUNK = 64, 2048  # rows of one prefill call
 NGRAM_DRAFTS = 7  # drafts of prompt lookup a round, unless a number is asked for
 Report = Callable[[str], None]
 
@@ -94,7 +94,7 @@ def load(
     rejection, draft_sampling, draft_top_k, draft_truncation: how drafts are drawn and judged.
     num_speculative_tokens: drafts a round; None is all that the block was trained for.
     implementation: of the kernels; "pallas" is refused where they cannot run.
-    prefill_chunk: prompt rows of one call; None is 64 on a CPU and 512 elsewhere.
+    prefill_chunk: prompt rows of one call; None is 64 on a CPU and 2048 elsewhere.
     ceiling: report, in `Result.possible_acceptance`, what the laws of draft and target allow at
         each drafted position; costs the laws even where every row is greedy.
     use_generation_config: take sampling defaults from the checkpoint's generation_config.json.
