@@ -115,6 +115,7 @@ def test_markov_walk(shape, rank, noise, sizes):
     ("rows", "width", "out", "gated", "sizes"),
     [
         (16, 128, 384, True, (2, 64, 4)),
+        (14, 128, 128, False, (2, 64, 2)),
         (8, 128, 384, True, (4, 128, 2)),
         (3, 192, 384, False, (4, 64, 3)),
         (1, 64, 640, True, (5, 64, 2)),

@@ -147,7 +147,7 @@ def test_a_scheduled_round_copies_no_cache_into_its_branches():
     config = small_pair("auto")
     config = replace(config, decode=replace(config.decode, costs=(costs,)))
     program = compile_round(config, "9.0")
-    plain, draft, sizes = 3 * TARGET_LAYERS + 1, 3 * DRAFT_LAYERS + 1, 3 * 3 * TARGET_LAYERS
+    plain, draft, sizes = 5 * TARGET_LAYERS + 1, 5 * DRAFT_LAYERS + 1, 3 * 5 * TARGET_LAYERS
     assert kernel_calls(program) == plain + draft + sizes
     layers = config.target.layers
     shape = (BATCH, capacity(config), layers.num_kv_heads, layers.head_dim)
