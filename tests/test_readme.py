@@ -50,9 +50,8 @@ def test_the_defaults_in_the_table_are_the_parsers():
     assert float(stated["confidence_threshold"]) == defaults["confidence_threshold"]
     assert float(stated["temperature"]) == SamplingParams().temperature
     flags = set(re.findall(r"--[a-z][\w-]+", re.sub(r"-m bench .*", "", README)))
-    assert flags - OF_CONVERT - {"--xla_force_host_platform_device_count"} <= set(
-        build_parser()._option_string_actions
-    )
+    assert flags - OF_OTHERS <= set(build_parser()._option_string_actions)
+    assert defaults["tensor_parallel"] == defaults["data_parallel"] == 1
 
 
 def test_the_bench_command_writes_its_report(monkeypatch, tmp_path):
