@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from bench.charts import COLOURS
 
 Line = dict[str, Any]
+LEAST_IN_BIN = 20  # rounds that a bin of a reliability diagram needs to be drawn
 
 
 def save(name: str, data: Any, path: Path) -> None:
@@ -100,8 +102,48 @@ def prefill_chart(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def reliability_chart(data: Any) -> Figure:
+    """What the confidence head told against what was accepted, before and after calibration.
+
+    `data` is rounds of held-out prompts (`bench.confidence.Recorded`) and temperatures.
+    """
+    recorded, temperatures = data
+    figure = Figure(figsize=(7.4, 3.8), layout="constrained")
+    for axes, title, used in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("as trained", "calibrated"),
+        (None, temperatures),
+        strict=True,
+    ):
+        told = recorded.survival(used)
+        axes.plot([0, 1], [0, 1], color="black", linewidth=0.8)
+        for position in range(recorded.positions):
+            valid = recorded.proposed[:, position]
+            own, came = told[valid, position], recorded.accepted[valid, position]
+            places = np.minimum((own * 10).astype(int), 9)
+            drawn = [b for b in range(10) if np.sum(places == b) >= LEAST_IN_BIN]
+            axes.plot(
+                [own[places == b].mean() for b in drawn],
+                [came[places == b].mean() for b in drawn],
+                marker="o",
+                markersize=3,
+                linewidth=1,
+                color=COLOURS[position % len(COLOURS)],
+                label=f"position {position + 1}",
+            )
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("chance that the head told")
+        axes.set_aspect("equal")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("share of prefixes accepted")
+    figure.axes[1].legend(fontsize=7)
+    return figure
+
+
 CHARTS: dict[str, Callable[[Any], Figure]] = {
     "step_chart": step_chart,
     "profile_chart": profile_chart,
     "prefill_chart": prefill_chart,
+    "reliability_chart": reliability_chart,
 }

@@ -123,7 +123,7 @@ def test_dtype_and_draft_length():
 
 
 def test_what_a_file_has_wrong_can_be_settled_and_a_low_acceptance_is_told(monkeypatch):
-    monkeypatch.setattr("dspark_jax.engine.LEAST_ACCEPTANCE", 3.0)  # it still drafts a little
+    monkeypatch.setattr("dspark_jax.advice.LEAST_ACCEPTANCE", 3.0)  # it still drafts a little
     lines = []
     engine = load(
         sample_from_anchor=False, max_length=512, max_batch=8, report=lines.append

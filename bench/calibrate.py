@@ -1,0 +1,175 @@
+"""Calibrate the confidence head: fit temperatures on some prompts, judge them on others.
+
+Without --dataset the prompts are heads of functions in this program's own source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import bench
+import convert
+import dspark_jax
+from bench.confidence import Recorded, fit_temperatures, judge, mean_error, record
+from bench.datasets import Conversation, read_conversations
+from bench.output import check_chart, save_chart
+from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts, positive
+from bench.progress import progress_bar
+from bench.serving import Generation, encode, fitting
+from dspark_jax.calibration import save_calibration
+from dspark_jax.engine import Engine
+from dspark_jax.generate import tell
+
+SOURCES = (dspark_jax, convert, bench)
+HEAD_LINES = 6  # of a function
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `bench calibrate`."""
+    parser = argparse.ArgumentParser(
+        prog="bench calibrate", description=__doc__, allow_abbrev=False
+    )
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--draft", metavar="DIR", help="folder or hub id (the embedded draft)")
+    add("--dataset", metavar="PATH", help="file, or folder of SPEED-Bench: its first turns")
+    add("--num-prompts", type=positive, default=800, metavar="N", help="at most (800)")
+    add("--skip-chat-template", action="store_true", help="prompts as they are")
+    add("--output-len", type=positive, default=96, metavar="N", help="tokens at most (96)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1)")
+    add("--seed", type=int, default=0, metavar="N", help="of shuffle and noise (0)")
+    add("--max-concurrency", type=positive, default=8, metavar="C", help="rows at once (8)")
+    add("--out", type=Path, metavar="FILE", help="temperatures, for load(calibration=FILE)")
+    add("--chart", type=Path, metavar="FILE", help="reliability diagram, .svg or .png")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; raises ValueError for what a caller can mend."""
+    options = build_parser().parse_args(arguments)
+    check_chart(options.chart)
+    if options.out and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: its folder does not exist; make it first")
+    name = options.draft or EMBEDDED_DRAFT
+    (engine,) = load_drafts(options, [name], options.max_concurrency)
+    draft = engine.config.draft_network
+    if draft is None or draft.confidence == "none":
+        raise ValueError(f"--draft {name} has no confidence head to calibrate")
+    fit, held_out = record_halves(engine, choose_prompts(options), options)
+    temperatures = fit_temperatures(fit)
+    before, after = judge(held_out, None), judge(held_out, temperatures)
+    figures = {
+        "fitted_on_rounds": len(fit.logits),
+        "before": before,
+        "after": after,
+        "ece_before": mean_error(before),
+        "ece_after": mean_error(after),
+    }
+    show(temperatures, figures)
+    if options.out:
+        save_calibration(options.out, engine.config, temperatures, **figures)
+        tell(f"wrote {options.out}")
+    save_chart("reliability_chart", (held_out, temperatures), options.chart)
+    return 0
+
+
+def choose_prompts(options: argparse.Namespace) -> list[Conversation]:
+    """The prompts that the flags name, in the order of a shuffle."""
+    found = read_conversations(options.dataset) if options.dataset else own_functions()
+    Random(options.seed).shuffle(found)
+    kept = found[: options.num_prompts]
+    if len(kept) < 2:
+        raise ValueError("two prompts are the least: one half is fitted on, the other judged on")
+    return kept
+
+
+def own_functions() -> list[Conversation]:
+    """Heads of the functions and classes of this program: Python that no pair was trained on."""
+    prompts = []
+    for package in SOURCES:
+        assert package.__file__
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            lines = text.splitlines()
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    head = lines[node.lineno - 1 : node.lineno - 1 + HEAD_LINES]
+                    name = f"{path.name}:{node.lineno}"
+                    turns = ("\n".join(head) + "\n",)
+                    prompts.append(Conversation(name, turns, source=str(path)))
+    return prompts
+
+
+def record_halves(
+    engine: Engine, prompts: Sequence[Conversation], options: argparse.Namespace
+) -> tuple[Recorded, Recorded]:
+    """Rounds of the prompts of every second source, and of those of the others.
+
+    A prompt without a source is one of its own.
+    """
+    generation = Generation(
+        output_len=options.output_len,
+        temperature=options.temperature,
+        seed=options.seed,
+        chat_template=not options.skip_chat_template,
+    )
+    kept = fitting(engine, prompts, generation, drop=True)
+    sampled = generation.params(0).temperature > 0
+    decoding = replace(engine.config.decode, sampled=sampled, ceiling=False)
+    config = replace(engine.config, decode=decoding)
+    sources = list(dict.fromkeys(one.source or one.question_id for one in kept))
+    sides = [sources.index(one.source or one.question_id) % 2 for one in kept]
+    if len(sources) < 2:
+        raise ValueError("all prompts that fit --max-length come from one source; take others")
+    halves = []
+    with progress_bar("recording", len(kept)) as advance:
+        for half in (0, 1):
+            part = [index for index, side in enumerate(sides) if side == half]
+            ids = [
+                encode(engine, [{"role": "user", "content": kept[i].turns[0]}], generation)
+                for i in part
+            ]
+            asked = [generation.params(i) for i in part]
+            batch = min(options.max_concurrency, len(ids))
+            halves.append(
+                record(config, engine.params, ids, asked, engine.stop_ids, batch, advance)
+            )
+    return halves[0], halves[1]
+
+
+def show(temperatures: Sequence[float], figures: dict[str, Any]) -> None:
+    """Print the temperatures, and the figures before and after by position."""
+    table = Table("pos.", "rounds", "accepted", "T", "ECE %", "AUC", "Brier")
+    for before, after, temperature in zip(
+        figures["before"], figures["after"], temperatures, strict=True
+    ):
+        changes = [
+            f"{_shown(before[key], form)} > {_shown(after[key], form)}"
+            for key, form in (("ece", "5.2%"), ("auc", "4.2f"), ("brier", "5.3f"))
+        ]
+        table.add_row(
+            str(before["position"]),
+            str(before["rounds"]),
+            _shown(before["accepted"], "5.3f"),
+            f"{temperature:.2f}",
+            *changes,
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"held-out prompts, mean over positions: ECE {100 * figures['ece_before']:.2f} % before,"
+        f" {100 * figures['ece_after']:.2f} % after"
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form).strip("% ")

@@ -1,0 +1,124 @@
+"""bench calibrate: what temperatures are fitted, how they are judged, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import confidence
+from bench.__main__ import main
+from bench.calibrate import own_functions
+from bench.confidence import Recorded, expected_calibration_error, fit_temperatures, judge
+from dspark_jax import load
+from dspark_jax.calibration import read_calibration
+from tests import tiny
+from tests.bench_runs import bench, embedded_engine  # noqa: F401
+
+WRONG = np.array([0.5, 2.0, 1.0])  # what the head multiplied its logits by
+
+
+def rounds(count: int, seed: int) -> Recorded:
+    """Rounds whose true logits are known; the head tells them scaled by position."""
+    rng = np.random.default_rng(seed)
+    true = rng.normal(1.0, 1.0, (count, len(WRONG)))
+    passed = rng.random(true.shape) < 1 / (1 + np.exp(-true))
+    accepted = np.cumprod(passed, axis=1).astype(bool)
+    return Recorded(true * WRONG, accepted, np.ones_like(accepted))
+
+
+def test_the_temperatures_that_were_wrong_are_found():
+    fit, held_out = rounds(60_000, 0), rounds(60_000, 1)
+    found = fit_temperatures(fit)
+    np.testing.assert_allclose(found, WRONG, rtol=0.15)
+    before, after = judge(held_out, None), judge(held_out, found)
+    for position in range(2):
+        assert before[position]["ece"] > 0.025
+        assert after[position]["ece"] < 0.012
+        assert after[position]["brier"] < before[position]["brier"]
+    assert before[0]["auc"] == pytest.approx(after[0]["auc"])  # order-preserving by position
+    assert confidence.mean_error(after) < confidence.mean_error(before) / 3
+
+
+def test_the_calibration_error_is_that_of_its_definition():
+    rng = np.random.default_rng(0)
+    told, came = rng.random(500), rng.random(500) < 0.4
+    total = 0.0
+    for bin_ in range(20):
+        inside = (told * 20).astype(int) == bin_
+        if inside.any():
+            total += inside.sum() * abs(told[inside].mean() - came[inside].mean())
+    assert expected_calibration_error(told, came) == pytest.approx(total / 500)
+    assert expected_calibration_error(np.ones(3), np.ones(3, bool)) == 0
+
+
+def test_positions_that_were_not_proposed_do_not_count():
+    whole = rounds(4_000, 2)
+    proposed = np.arange(3) < np.random.default_rng(0).integers(1, 4, (4_000, 1))
+    cut = Recorded(whole.logits, whole.accepted & proposed, proposed)
+    found = judge(cut, None)
+    assert [row["rounds"] for row in found] == proposed.sum(0).tolist()
+    own = proposed[:, 2]
+    again = judge(Recorded(whole.logits[own], whole.accepted[own], proposed[own]), None)
+    assert found[2] == again[2]
+
+
+def test_recorded_rounds_are_those_of_the_engine():
+    config = tiny.tiny_config(max_length=64, prefill_chunk=8)
+    params = tiny.random_params(config)
+    requests = [tiny.Request([1, 2, 3], 12), tiny.Request([4] * 10, 9, temperature=1.0, seed=2)]
+    found = []
+    asked = [
+        confidence.SamplingParams(max_tokens=r.max_tokens, temperature=r.temperature, seed=r.seed)
+        for r in requests
+    ]
+    with tiny.quick_compilation():
+        prompts = [r.prompt for r in requests]
+        recorded = confidence.record(config, params, prompts, asked, (), 2)
+        found, _ = tiny.run(config, params, requests)
+    lengths = [n - 1 for one in found for n in one.acceptance_lengths]
+    assert len(recorded.logits) == len(lengths)
+    assert sorted(recorded.accepted.sum(1)) == sorted(lengths)
+    assert (recorded.proposed.sum(1) == config.decode.num_drafts).all()
+    assert recorded.logits.std() > 0
+
+
+def test_the_command_fits_judges_and_saves(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    out, chart = tmp_path / "calibration.json", tmp_path / "diagram.svg"
+    arguments = ["--num-prompts", "8", "--output-len", "24", "--max-length", "240"]
+    assert main(["calibrate", *arguments, "--out", str(out), "--chart", str(chart)]) == 0
+    text = capsys.readouterr().out
+    assert "ECE %" in text
+    assert "mean over positions: ECE" in text
+    assert chart.read_text().startswith("<?xml")
+    tree = json.loads(out.read_text())
+    assert len(tree["temperatures"]) == len(tree["before"]) == len(tree["after"]) == 7
+    engine = load(
+        max_length=240, max_batch=1, calibration=out, confidence_threshold=0.5
+    )  # where they act
+    assert engine.config.decode.temperatures == read_calibration(out, engine.config)
+    assert engine.config.decode.temperatures == tuple(tree["temperatures"])
+
+
+def test_prompts_of_its_own_are_many_and_python():
+    prompts = own_functions()
+    assert len(prompts) > 500
+    heads = ("def ", "class ", "async def ")
+    assert all(one.turns[0].lstrip().startswith(heads) for one in prompts)
+    assert len({one.question_id for one in prompts}) > 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--draft", "ngram"), "has no confidence head"),
+        (("--draft", "none"), "has no confidence head"),
+        (("--num-prompts", 1), "two prompts are the least"),
+        (("--out", "/no/such/file"), "its folder does not exist"),
+        (("--chart", "x.jpg"), "name a file that ends in .svg or .png"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, words, capsys):
+    assert main(["calibrate", "--max-length", "64", *map(str, arguments)]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("bench calibrate")]
+    assert words in line
