@@ -59,12 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_chart(options.chart)
     if options.out and not options.out.absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: its folder does not exist; make it first")
+    halves = choose_halves(options)
     name = options.draft or EMBEDDED_DRAFT
     (engine,) = load_drafts(options, [name], options.max_concurrency)
     draft = engine.config.draft_network
     if draft is None or draft.confidence == "none":
         raise ValueError(f"--draft {name} has no confidence head to calibrate")
-    fit, held_out = record_halves(engine, choose_prompts(options), options)
+    fit, held_out = (record_half(engine, half, options) for half in halves)
     temperatures = fit_temperatures(fit)
     before, after = judge(held_out, None), judge(held_out, temperatures)
     figures = {
@@ -82,40 +83,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def choose_prompts(options: argparse.Namespace) -> list[Conversation]:
-    """The prompts that the flags name, in the order of a shuffle."""
-    found = read_conversations(options.dataset) if options.dataset else own_functions()
-    Random(options.seed).shuffle(found)
-    kept = found[: options.num_prompts]
-    if len(kept) < 2:
-        raise ValueError("two prompts are the least: one half is fitted on, the other judged on")
-    return kept
+def choose_halves(options: argparse.Namespace) -> tuple[list[Conversation], list[Conversation]]:
+    """Prompts to fit on, and others to judge on: no source file gives to both."""
+    if options.dataset:
+        groups = [[one] for one in read_conversations(options.dataset)]
+    else:
+        groups = own_functions()
+    Random(options.seed).shuffle(groups)
+    halves = [[one for group in groups[side::2] for one in group] for side in (0, 1)]
+    fit, held_out = (half[: options.num_prompts // 2] for half in halves)
+    if not (fit and held_out):
+        raise ValueError("two prompts are the least: one to fit on, the other to judge on")
+    return fit, held_out
 
 
-def own_functions() -> list[Conversation]:
-    """Heads of the functions and classes of this program: Python that no pair was trained on."""
-    prompts = []
+def own_functions() -> list[list[Conversation]]:
+    """Heads of the functions and classes of this program, file by file: Python that no pair was
+    trained on."""
+    files = []
     for package in SOURCES:
         assert package.__file__
         for path in sorted(Path(package.__file__).parent.rglob("*.py")):
             text = path.read_text(encoding="utf-8")
             lines = text.splitlines()
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    head = lines[node.lineno - 1 : node.lineno - 1 + HEAD_LINES]
-                    name = f"{path.name}:{node.lineno}"
-                    turns = ("\n".join(head) + "\n",)
-                    prompts.append(Conversation(name, turns, source=str(path)))
-    return prompts
+            starts = [
+                node.lineno - 1
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            ]
+            heads = ["\n".join(lines[start : start + HEAD_LINES]) + "\n" for start in starts]
+            files.append([Conversation(f"{path}:{i}", (head,)) for i, head in enumerate(heads)])
+    return files
 
 
-def record_halves(
+def record_half(
     engine: Engine, prompts: Sequence[Conversation], options: argparse.Namespace
-) -> tuple[Recorded, Recorded]:
-    """Rounds of the prompts of every second source, and of those of the others.
-
-    A prompt without a source is one of its own.
-    """
+) -> Recorded:
+    """Rounds of the first turns of prompts; those that do not fit are left out."""
     generation = Generation(
         output_len=options.output_len,
         temperature=options.temperature,
@@ -123,27 +127,14 @@ def record_halves(
         chat_template=not options.skip_chat_template,
     )
     kept = fitting(engine, prompts, generation, drop=True)
-    sampled = generation.params(0).temperature > 0
+    asked = [generation.params(index) for index in range(len(kept))]
+    sampled = not asked[0].greedy
     decoding = replace(engine.config.decode, sampled=sampled, ceiling=False)
     config = replace(engine.config, decode=decoding)
-    sources = list(dict.fromkeys(one.source or one.question_id for one in kept))
-    sides = [sources.index(one.source or one.question_id) % 2 for one in kept]
-    if len(sources) < 2:
-        raise ValueError("all prompts that fit --max-length come from one source; take others")
-    halves = []
+    ids = [encode(engine, [{"role": "user", "content": one.turns[0]}], generation) for one in kept]
+    batch = min(options.max_concurrency, len(ids))
     with progress_bar("recording", len(kept)) as advance:
-        for half in (0, 1):
-            part = [index for index, side in enumerate(sides) if side == half]
-            ids = [
-                encode(engine, [{"role": "user", "content": kept[i].turns[0]}], generation)
-                for i in part
-            ]
-            asked = [generation.params(i) for i in part]
-            batch = min(options.max_concurrency, len(ids))
-            halves.append(
-                record(config, engine.params, ids, asked, engine.stop_ids, batch, advance)
-            )
-    return halves[0], halves[1]
+        return record(config, engine.params, ids, asked, engine.stop_ids, batch, advance)
 
 
 def show(temperatures: Sequence[float], figures: dict[str, Any]) -> None:

@@ -7,12 +7,11 @@ import pytest
 
 from bench import confidence
 from bench.__main__ import main
-from bench.calibrate import own_functions
+from bench.calibrate import build_parser, choose_halves
 from bench.confidence import Recorded, expected_calibration_error, fit_temperatures, judge
 from dspark_jax import load
 from dspark_jax.calibration import read_calibration
 from tests import tiny
-from tests.bench_runs import bench, embedded_engine  # noqa: F401
 
 WRONG = np.array([0.5, 2.0, 1.0])  # what the head multiplied its logits by
 
@@ -100,12 +99,21 @@ def test_the_command_fits_judges_and_saves(tmp_path, capsys, monkeypatch):
     assert engine.config.decode.temperatures == tuple(tree["temperatures"])
 
 
-def test_prompts_of_its_own_are_many_and_python():
-    prompts = own_functions()
-    assert len(prompts) > 500
-    heads = ("def ", "class ", "async def ")
-    assert all(one.turns[0].lstrip().startswith(heads) for one in prompts)
-    assert len({one.question_id for one in prompts}) > 500
+def test_prompts_of_its_own_are_many_and_no_file_is_on_both_sides():
+    fit, held_out = choose_halves(build_parser().parse_args(["--num-prompts", "100000"]))
+    assert min(len(fit), len(held_out)) > 250
+    heads = ("def ", "class ")
+    assert all(one.turns[0].lstrip().startswith(heads) for one in (*fit, *held_out))
+    files = [{one.question_id.rsplit(":", 1)[0] for one in half} for half in (fit, held_out)]
+    assert not files[0] & files[1]
+
+
+def test_prompts_of_a_file_are_halved(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"prompt {i}\n" for i in range(9)))
+    fit, held_out = choose_halves(build_parser().parse_args(["--dataset", str(path)]))
+    assert (len(fit), len(held_out)) == (5, 4)
+    assert not {one.turns for one in fit} & {one.turns for one in held_out}
 
 
 @pytest.mark.parametrize(
