@@ -46,11 +46,15 @@ def summarize(events: Sequence[Event], kernels: Kernels, rounds: int) -> dict[st
     times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     listed: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     leaves = []
+    stage = OTHER
     for event in events:
         one = kernels.find(event.name, event.hlo_op)
         if one is not None and one.opcode in CONTAINERS:
             continue
-        kind, stage = kernels.class_of(event.name, one), kernels.stage_of(one)
+        kind = kernels.class_of(event.name, one)
+        found = kernels.stage_of(one)
+        if found != OTHER or (one is not None and one.op_name):
+            stage = found  # else a kernel of this package: it follows what it works on
         times["classes"][kind] += event.time_us
         times["stages"][stage] += event.time_us
         shape = re.sub(r"\{.*?\}", "", one.shape) if one and one.shape[0] != "(" else ""
