@@ -61,10 +61,13 @@ def short_name(name: str) -> str:
     return name.rstrip("/").rsplit("/", 1)[-1]
 
 
-def load_drafts(options: argparse.Namespace, names: Sequence[str], max_batch: int) -> list[Engine]:
+def load_drafts(
+    options: argparse.Namespace, names: Sequence[str], max_batch: int, **more: Any
+) -> list[Engine]:
     """An engine for each draft; they share the arrays of the target.
 
     A name is a folder, a hub id, `none`, `ngram` or, where the target brings a draft, `embedded`.
+    `more` are options of `load`.
     """
     for note in set_up_jax():
         tell(note)
@@ -78,6 +81,7 @@ def load_drafts(options: argparse.Namespace, names: Sequence[str], max_batch: in
             max_batch=max_batch,
             implementation=options.implementation,
             report=tell,
+            **more,
         )
         if engines:
             engine.params = engine.params | {"target": engines[0].params["target"]}

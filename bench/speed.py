@@ -22,7 +22,6 @@ from bench.pairs import (
     load_drafts,
     positive,
     short_name,
-    variant,
 )
 from bench.progress import progress_bar
 from bench.records import Measurement, Run, environment
@@ -31,6 +30,8 @@ from bench.tables import group_table, latency_table, position_table, run_table
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
 from dspark_jax.state import MAX_ROUNDS
+
+DRAFT_FLAGS = ("num_speculative_tokens", "confidence_threshold", "verification", "calibration")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,6 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft", metavar="DIR", help="folder, hub id, ngram, none (the embedded draft)")
     add("--num-speculative-tokens", type=positive, metavar="N", help="drafts a round")
     add("--confidence-threshold", type=float, metavar="C", help="cut drafts below it (0 is off)")
+    add(
+        "--verification",
+        choices=("fixed", "threshold", "scheduled"),
+        help="of drafts: all, cut by the threshold, or those that are worth their cost (fixed)",
+    )
+    add("--calibration", metavar="FILE", help="of bench calibrate, for the confidence head")
     add_prompt_flags(parser)
     add("--output-len", type=positive, default=256, metavar="N", help="tokens at most (256)")
     add(
@@ -72,8 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = select_prompts(options)
     generation = generation_of(options, options.rounds_per_call)
     name = options.draft or (EMBEDDED_DRAFT if brings_draft(options) else NONE)
-    (loaded,) = load_drafts(options, [name], max(options.max_concurrency))
-    engine = _settled(loaded, options)
+    flags = {key: getattr(options, key) for key in DRAFT_FLAGS}
+    given = {key: value for key, value in flags.items() if value is not None}
+    (engine,) = load_drafts(options, [name], max(options.max_concurrency), **given)
     kept = fitting(engine, chosen, generation, options.drop_long)
     if len(kept) < len(chosen):
         tell(f"note: {len(chosen) - len(kept)} prompts above --max-length are left out")
@@ -126,7 +134,8 @@ def measure(
         tell(f"note: {left_out} later turns left no room within --max-length and were left out")
     decode = engine.config.decode
     return Run(
-        name=f"{short_name(name)} c={concurrency}",
+        name=f"{short_name(name)} c={concurrency}"
+        + (f" {decode.verification}" if decode.verification != "fixed" else ""),
         draft=name,
         num_drafts=decode.num_drafts,
         confidence_threshold=decode.confidence_threshold,
@@ -147,12 +156,3 @@ def show(measurement: Measurement, console: Console | None = None) -> None:
         table = group_table(measurement.runs[0], field)
         if table:
             console.print(table)
-
-
-def _settled(engine: Engine, options: argparse.Namespace) -> Engine:
-    switches = {}
-    if options.num_speculative_tokens is not None:
-        switches["num_drafts"] = options.num_speculative_tokens
-    if options.confidence_threshold is not None:
-        switches["confidence_threshold"] = options.confidence_threshold
-    return variant(engine, **switches) if switches else engine

@@ -162,3 +162,19 @@ def test_unknown_commands_and_help(capsys):
         main(["speed", "--max-concurrency", "none"])
     assert stop.value.code == 2
     assert "must be a whole number" in capsys.readouterr().err
+
+
+def test_scheduled_verification_answers_as_plain_decoding_does(bench, tmp_path):  # noqa: F811
+    (tmp_path / "two.txt").write_text("import os\ndef f(x):\n")
+    arguments = (
+        *("speed", "--dataset", tmp_path / "two.txt", "--temperature", 0, "--output-len", 12),
+        *("--max-concurrency", 2, "--disable-shuffle"),
+    )
+    code, _, err, scheduled = bench(*arguments, "--verification", "scheduled")
+    assert code == 0
+    assert "a model of them is used" in err
+    _, _, _, plain = bench(*arguments, "--draft", "none")
+    assert [one["text"] for one in records(scheduled)] == [one["text"] for one in records(plain)]
+    assert scheduled["runs"][0]["name"].endswith("scheduled")
+    lengths = {n for one in records(scheduled) for n in one["proposal_lengths"]}
+    assert len(lengths) > 1
