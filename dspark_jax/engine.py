@@ -202,8 +202,8 @@ class Engine:
         or ended. An empty list is no sign of the end: `busy` is.
 
         A call runs as many rounds as the least patient of its requests allows (streams 1,
-        `submit` 4, `generate` 16; 4 with stop strings, which the device does not know), and at
-        most 2 while a request waits for a slot or for its prompt.
+        `submit` 4, `generate` 16; 4 with stop strings, which the device does not know), and
+        one while a request waits for a slot or for its prompt.
         """
         changed = self._loop.step()
         for request in changed:

@@ -57,10 +57,12 @@ def plan_memory(config: ModelConfig, max_batch: int, mesh: Mesh | None = None) -
     network = config.draft_network
     stacks = [config.target.layers, *([network.layers] if network else [])]
     caches = [cache_bytes(layers, 1, rows, size) for layers in stacks]
+    # Rows move to a batch of another size array by array, between two calls.
+    arrays = zip(caches, stacks, strict=True)
+    moved = max_batch * max(cache // (2 * layers.num_layers) for cache, layers in arrays)
+    working = max(_prefill_bytes(config), _round_bytes(config, max_batch), moved)
     return MemoryPlan(
-        weights=weights,
-        cache=max_batch * sum(caches),
-        workspace=sum(caches) + max(_prefill_bytes(config), _round_bytes(config, max_batch)),
+        weights=weights, cache=max_batch * sum(caches), workspace=sum(caches) + working
     )
 
 

@@ -9,9 +9,9 @@ from queue import SimpleQueue
 
 from dspark_jax.accounting import Request
 
-# Rounds of a call while a request waits for a slot or for its prompt: a slot that falls free is
-# seen after so many, and the next chunk of a prompt is not held up by more.
-BUSY_ROUNDS = 2
+# Rounds of a call while a request waits for a slot or for its prompt: a slot that falls free
+# idles for so many (its end is read while the next call runs), and a prompt waits for no more.
+BUSY_ROUNDS = 1
 PREFILL_CHUNKS = 4  # between two calls, while rows run
 PATIENCE = 8  # calls that a batch stays larger than its rows need, before it shrinks
 
