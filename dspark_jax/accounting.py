@@ -160,6 +160,12 @@ class Request:
                 finish_reason=self.finish_reason,
             )
 
+    def checked_chunk(self) -> Chunk:
+        """`take_chunk`; raises the error of a request that failed."""
+        if self.error is not None:
+            raise self.error
+        return self.take_chunk()
+
     def result(self) -> Result:
         """The finished request; raises the error that made it fail."""
         if self.error is not None:

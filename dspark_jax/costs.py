@@ -26,6 +26,7 @@ from dspark_jax.config import DraftConfig, ModelConfig
 from dspark_jax.decode import entry, init_state
 from dspark_jax.rounds import batch_costs, plain_round, propose, verify_tier
 from dspark_jax.schedule import fill_tier
+from dspark_jax.scheduler import batch_tiers
 from dspark_jax.state import DecodeState, Params
 from dspark_jax.tiers import BatchCosts, verified_tiers
 from pallas_kernels.platform import default_device, resolve_implementation
@@ -113,12 +114,12 @@ def _rewind(state: DecodeState, cached: int) -> DecodeState:
 def measure_costs(
     config: ModelConfig,
     params: Params,
-    batches: Iterable[int],
+    max_batch: int,
     progress: Callable[[BatchCosts], None] = lambda costs: None,
 ) -> tuple[BatchCosts, ...]:
-    """The costs of greedy and of sampled rounds of each batch."""
+    """The costs of greedy and of sampled rounds, of each batch size up to `max_batch`."""
     found = []
-    for batch in batches:
+    for batch in batch_tiers(max_batch):
         for sampled in (False, True):
             own = replace(config, decode=replace(config.decode, sampled=sampled, ceiling=False))
             found.append(measure_batch(own, params, batch))

@@ -34,8 +34,8 @@ class Engine:
     `params` is {"target": ..., "draft": ...} in the dtype of `config`, placed on `mesh` where there
     is one. `stop_ids` are the model's own stop tokens. Without a tokenizer prompts must be ids and
     every text is empty. `defaults` apply where a call names no SamplingParams. `report` is told
-    once when the draft's acceptance length stays under 1.3 over 50 rounds and more. `folder`, of a
-    converted store, is where `profile_costs` writes.
+    once when the draft's acceptance length stays under 1.3 over 50 rounds and more. `folder`, of
+    a converted store, takes the file of `profile_costs`.
 
     All calls share one loop: up to `max_batch` requests decode together, others wait in order of
     arrival, and requests enter and leave while others run. Nothing runs by itself: the loop goes
@@ -219,8 +219,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request where it stands, waiting or running; its slot falls free at the next step.
 
-        Its finish reason is "cancelled" and its result what it has got. One that has ended stays
-        as it is.
+        Its finish reason is "cancelled", its result what it has got; one that has ended stays.
         """
         request.cancel()
 
@@ -246,16 +245,15 @@ class Engine:
         self._loop.compile_ahead(each, list(tiers))
 
     def profile_costs(self, progress: Callable[[BatchCosts], None] = lambda costs: None) -> Path:
-        """Measure what rounds cost here, by batch and verified tokens; returns the file of it.
+        """Measure what rounds cost here by batch and verified tokens, and return the file of it,
+        which `load(verification="scheduled")` finds; `progress` is called with each batch's.
 
-        `load(verification="scheduled")` finds it. A batch size takes a minute or so, most of it
-        compilation; `progress` is called with its costs. Raises ValueError without a confidence
-        head and on a mesh, RuntimeError while requests run.
+        Most of it is compilation, about a minute a batch size. Raises ValueError without a
+        confidence head and on a mesh, RuntimeError while requests run.
         """
         check_schedulable(self.config, self.mesh is not None)
         self._loop.let_go()
-        sizes = {self._loop.scheduler.tier(count): None for count in range(1, self.max_batch + 1)}
-        found = measure_costs(self.config, self.params, sizes, progress)
+        found = measure_costs(self.config, self.params, self.max_batch, progress)
         return save_costs(found, self.config, self.folder)
 
     def _enqueue(self, request: Request, rounds: int) -> None:
@@ -270,7 +268,7 @@ class Engine:
             while True:
                 if not request.finish_reason:  # others may have driven it to its end
                     self.step()
-                chunk = _checked_chunk(request)
+                chunk = request.checked_chunk()
                 if chunk.token_ids or chunk.finish_reason:
                     yield chunk
                 if chunk.finish_reason:
@@ -284,7 +282,7 @@ class Engine:
             while True:
                 if not request.finish_reason:  # others may have driven it to its end
                     await self._next_step()
-                chunk = _checked_chunk(request)
+                chunk = request.checked_chunk()
                 if chunk.token_ids or chunk.finish_reason:
                     yield chunk
                 if chunk.finish_reason:
@@ -298,10 +296,3 @@ class Engine:
         if running is None or running.done() or running.get_loop() is not loop:
             self._step = running = asyncio.ensure_future(asyncio.to_thread(self.step))
         await asyncio.shield(running)
-
-
-def _checked_chunk(request: Request) -> Chunk:
-    """What came in since the last look; raises the error of a request that failed."""
-    if request.error:
-        raise request.error
-    return request.take_chunk()

@@ -26,7 +26,7 @@ from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
 from dspark_jax.options import DRAFT_OPTIONS, LOOKUP_IGNORES, check_kinds, refuse_options
 from dspark_jax.request import SamplingParams
-from dspark_jax.scheduler import batch_tier
+from dspark_jax.scheduler import batch_tiers
 from dspark_jax.sharding import DATA, TENSOR, adopt_mesh, check_divisible, make_mesh
 from dspark_jax.text import Tokenizer, open_tokenizer
 from dspark_jax.verification import Verification
@@ -181,8 +181,7 @@ def _build(
         config = replace(config, draft=checkpoint.draft)
         plan = check_memory(config, max_batch, free_memory(device), mesh)
     folder = checkpoint.store
-    batches = dict.fromkeys(batch_tier(count, max_batch) for count in range(1, max_batch + 1))
-    config = options.verification.settle(config, batches, folder, tell)
+    config = options.verification.settle(config, batch_tiers(max_batch), folder, tell)
     decode = config.decode
     memory = f"memory of each {plan}" if mesh else f"memory {plan}"
     tell(f"{_devices(device, mesh)}, {config.dtype}, {ran_by(config)}, {memory}")

@@ -155,6 +155,11 @@ def _unfinished(requests: deque[Request]) -> deque[Request]:
     return deque(request for request in requests if request.finish_reason is None)
 
 
+def batch_tiers(max_batch: int) -> list[int]:
+    """Every size that a batch takes, growing."""
+    return sorted({batch_tier(count, max_batch) for count in range(1, max_batch + 1)})
+
+
 def batch_tier(requests: int, max_batch: int, parts: int = 1) -> int:
     """Rows of the smallest batch that holds the requests: a power of two, or `max_batch`.
 
