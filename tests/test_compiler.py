@@ -1,0 +1,21 @@
+"""What XLA is asked for, and that a user's own flag wins."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.compiler import OPTIONS, compiler_options
+
+
+def test_xla_knows_the_options(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert compiler_options() == OPTIONS
+    lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
+    compiled = lowered.compile(compiler_options())  # an unknown name or value would raise
+    assert compiled(jnp.ones(3)).shape == (3,)
+
+
+def test_a_flag_of_the_user_wins(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert compiler_options() == {}
