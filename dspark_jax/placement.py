@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Int
 
 from dspark_jax.config import ModelConfig
@@ -45,10 +47,16 @@ def _move(cache: Array, places: Int[np.ndarray, " B"]) -> Array:
 
 
 def _placed_take(rows: Any, places: Int[np.ndarray, " B"]) -> Any:
-    """On a mesh each array is split as it was."""
-    split = jax.tree.map(lambda x: x.sharding, rows)
-    return jax.jit(_take, out_shardings=split)(rows, places)
+    leaves, tree = jax.tree.flatten(rows)
+    taken = _take(tuple(x.sharding for x in leaves))(leaves, places)
+    return jax.tree.unflatten(tree, taken)
 
 
-def _take(rows: Any, places: Int[Array, " B"]) -> Any:
-    return jax.tree.map(lambda x: x[places] if x.ndim else x, rows)
+@lru_cache(maxsize=256)
+def _take(split: tuple[Sharding, ...]) -> Callable[..., list[Array]]:
+    """Take rows of arrays that lie so, and stay so; kept, for each jit compiles for itself."""
+
+    def take(arrays: list[Array], places: Int[Array, " B"]) -> list[Array]:
+        return [x[places] if x.ndim else x for x in arrays]
+
+    return jax.jit(take, out_shardings=list(split))

@@ -87,3 +87,23 @@ def test_requests_with_controls_and_log_probabilities(eight_heads: tuple[Path, P
         for one, other in zip(alone.logprobs, spread.logprobs, strict=True):
             assert one.keys() == other.keys()
             assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-5)
+
+
+def test_rows_that_move_to_another_batch(eight_heads: tuple[Path, Path]) -> None:
+    found = []
+    for tensor, data in ((1, 1), (2, 2)):
+        sizes = {"tensor_parallel": tensor, "data_parallel": data}
+        engine = load(*eight_heads, max_batch=4, report=lambda line: None, **OPTIONS, **sizes)
+        engine.warmup(GREEDY, batches=[2, 4])
+        handles = [engine.submit(PROMPTS[0], SamplingParams(max_tokens=40), rounds=1)]
+        engine.step()
+        engine.step()
+        handles += [engine.submit(prompt, SamplingParams(max_tokens=4)) for prompt in PROMPTS[1:]]
+        moves, batch = [], 0
+        while engine.busy:
+            engine.step()
+            if batch != (batch := engine._loop._tier.batch):
+                moves.append(batch)
+        assert moves == ([4, 1] if data == 1 else [4, 2])
+        found.append([handle.result().token_ids for handle in handles])
+    assert found[0] == found[1]

@@ -58,7 +58,7 @@ def test_every_slot_holds_what_its_old_one_held(config: Any, rows: list[int]) ->
 
 def test_moving_holds_one_array_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(max_length=400)
-    state, peak, take = random_state(config, 2), 0, placement._take
+    state, peak, take = random_state(config, 2), 0, placement._placed_take
     arrays = jax.tree.leaves((state.target, state.draft))
     array, cache = 2 * arrays[0].nbytes, 2 * sum(x.nbytes for x in arrays)
 
@@ -70,7 +70,7 @@ def test_moving_holds_one_array_twice_at_most(monkeypatch: pytest.MonkeyPatch) -
             peak = max(peak, sum(x.nbytes for x in arrays if not x.is_deleted()))
         return taken
 
-    monkeypatch.setattr(placement, "_take", watched)
+    monkeypatch.setattr(placement, "_placed_take", watched)
     move_rows(state, [0, 1, 0, 0])
     plan = plan_memory(config, 4)
     assert plan.cache == cache
