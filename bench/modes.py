@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,20 +79,17 @@ def lower(
 
 
 def compile_programs(
-    config: ModelConfig, params: Params, batches: Iterable[int], modes: Sequence[str]
-) -> dict[int, dict[str, Program]]:
-    """Every mode at every batch, compiled side by side."""
-    traced = {(b, mode): lower(mode, config, params, b) for b in batches for mode in modes}
+    config: ModelConfig, params: Params, batch: int, modes: Sequence[str]
+) -> dict[str, Program]:
+    """Every mode at a batch, compiled side by side."""
+    traced = [lower(mode, config, params, batch) for mode in modes]
     options = compiler_options()
-    with ThreadPoolExecutor(6) as pool:  # XLA compiles outside the interpreter's lock
-        made = pool.map(lambda one: one[-1].compile(options), traced.values())
-        compiled = list(made)
-    found: dict[int, dict[str, Program]] = {}
-    for (batch, mode), (_, own, weights, _), program in zip(
-        traced, traced.values(), compiled, strict=True
-    ):
-        found.setdefault(batch, {})[mode] = Program(mode, own, partial(program, weights))
-    return found
+    with ThreadPoolExecutor(len(modes)) as pool:  # XLA compiles outside the interpreter's lock
+        compiled = list(pool.map(lambda one: one[-1].compile(options), traced))
+    return {
+        mode: Program(mode, own, partial(program, weights))
+        for (mode, own, weights, _), program in zip(traced, compiled, strict=True)
+    }
 
 
 @dataclass

@@ -190,12 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     switches = {"sampled": options.sampled, "implementation": options.implementation}
     config = replace(config, decode=replace(config.decode, **switches, **room))
     modes = [mode for mode in MODES if mode in {*options.mode, "scheduled"}]
-    begin = time.perf_counter()
-    programs = compile_programs(config, params, dict.fromkeys(options.batch), modes)
-    tell(f"compiled in {time.perf_counter() - begin:.0f} s")
     lines: list[Line] = []
-    for batch in programs:
-        found = measure_batch(options.model, programs[batch], (batch, options.cached), options)
+    for batch in dict.fromkeys(options.batch):  # one after the other: what is done is on record
+        begin = time.perf_counter()
+        programs = compile_programs(config, params, batch, modes)
+        tell(f"batch {batch}: compiled in {time.perf_counter() - begin:.0f} s")
+        found = measure_batch(options.model, programs, (batch, options.cached), options)
         append_lines(found, options.out)
         lines += found
     show(lines)

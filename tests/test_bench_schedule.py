@@ -26,7 +26,7 @@ def pair():
 @pytest.fixture(scope="module")
 def programs(pair):
     with tiny.quick_compilation():
-        return compile_programs(*pair, [BATCH], MODES)[BATCH]
+        return compile_programs(*pair, BATCH, MODES)
 
 
 COSTS = BatchCosts(BATCH, 1.0, (10, 20), (1.2, 2.0))
