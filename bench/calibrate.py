@@ -19,7 +19,7 @@ from rich.table import Table
 import bench
 import convert
 import dspark_jax
-from bench.confidence import Recorded, fit_temperatures, judge, mean_error, record
+from bench.confidence import Recorded, fit_temperatures, judge, mean_error, record, reliability
 from bench.datasets import Conversation, read_conversations
 from bench.output import check_chart, save_chart
 from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts, positive
@@ -74,12 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "after": after,
         "ece_before": mean_error(before),
         "ece_after": mean_error(after),
+        "reliability": reliability(held_out, temperatures),
     }
     show(temperatures, figures)
     if options.out:
         save_calibration(options.out, engine.config, temperatures, **figures)
         tell(f"wrote {options.out}")
-    save_chart("reliability_chart", (held_out, temperatures), options.chart)
+    save_chart("reliability_chart", figures["reliability"], options.chart)
     return 0
 
 

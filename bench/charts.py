@@ -200,6 +200,11 @@ def _svg(figure: Figure, axes: Axes, legend: bool = True) -> str | None:
         return None
     if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
+    return svg_text(figure)
+
+
+def svg_text(figure: Figure) -> str:
+    """The figure as SVG: text stays text, and the same figure is the same file."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench"}):
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})

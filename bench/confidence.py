@@ -22,6 +22,7 @@ from dspark_jax.rows import row_settings
 from dspark_jax.state import DecodeState, Params
 
 BINS = 20  # of equal width, as in the published evaluator
+DRAWN_BINS, LEAST_IN_BIN = 10, 20  # of a reliability diagram, and rounds that one needs
 GRID = np.geomspace(0.125, 8.0, 193)  # temperatures that are tried at each position
 
 
@@ -97,6 +98,29 @@ def judge(recorded: Recorded, temperatures: Sequence[float] | None) -> list[dict
             }
         )
     return rows
+
+
+def reliability(
+    recorded: Recorded, temperatures: Sequence[float]
+) -> dict[str, list[list[tuple[float, float]]]]:
+    """The diagram before and after: for each position, mean told and share accepted by bin."""
+    panels: dict[str, Sequence[float] | None] = {"as trained": None, "calibrated": temperatures}
+    return {title: _reliability(recorded, used) for title, used in panels.items()}
+
+
+def _reliability(
+    recorded: Recorded, temperatures: Sequence[float] | None
+) -> list[list[tuple[float, float]]]:
+    told, curves = recorded.survival(temperatures), []
+    for position in range(recorded.positions):
+        valid = recorded.proposed[:, position]
+        own, came = told[valid, position], recorded.accepted[valid, position]
+        places = np.minimum((own * DRAWN_BINS).astype(int), DRAWN_BINS - 1)
+        bins = (places == place for place in range(DRAWN_BINS))
+        curves.append(
+            [(float(own[b].mean()), float(came[b].mean())) for b in bins if b.sum() >= LEAST_IN_BIN]
+        )
+    return curves
 
 
 def mean_error(rows: Sequence[dict[str, Any]]) -> float:

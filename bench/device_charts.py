@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 
 from bench.charts import COLOURS
 
 Line = dict[str, Any]
-LEAST_IN_BIN = 20  # rounds that a bin of a reliability diagram needs to be drawn
+# Title of a panel -> for each position, points of a chance that was told and the share accepted.
+Curves = dict[str, list[list[tuple[float, float]]]]
 
 
 def save(name: str, data: Any, path: Path) -> None:
@@ -102,29 +102,16 @@ def prefill_chart(lines: Sequence[Line]) -> Figure:
     return figure
 
 
-def reliability_chart(data: Any) -> Figure:
-    """What the confidence head told against what was accepted, before and after calibration.
-
-    `data` is rounds of held-out prompts (`bench.confidence.Recorded`) and temperatures.
-    """
-    recorded, temperatures = data
+def reliability_chart(curves: Curves) -> Figure:
+    """What the confidence head told against what was accepted, one panel a set of temperatures."""
     figure = Figure(figsize=(7.4, 3.8), layout="constrained")
-    for axes, title, used in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("as trained", "calibrated"),
-        (None, temperatures),
-        strict=True,
-    ):
-        told = recorded.survival(used)
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (title, positions) in zip(panels, curves.items(), strict=True):
         axes.plot([0, 1], [0, 1], color="black", linewidth=0.8)
-        for position in range(recorded.positions):
-            valid = recorded.proposed[:, position]
-            own, came = told[valid, position], recorded.accepted[valid, position]
-            places = np.minimum((own * 10).astype(int), 9)
-            drawn = [b for b in range(10) if np.sum(places == b) >= LEAST_IN_BIN]
+        for position, points in enumerate(positions):
             axes.plot(
-                [own[places == b].mean() for b in drawn],
-                [came[places == b].mean() for b in drawn],
+                [told for told, _ in points],
+                [came for _, came in points],
                 marker="o",
                 markersize=3,
                 linewidth=1,
@@ -136,8 +123,8 @@ def reliability_chart(data: Any) -> Figure:
         axes.set_aspect("equal")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("share of prefixes accepted")
-    figure.axes[1].legend(fontsize=7)
+    panels[0].set_ylabel("share of prefixes accepted")
+    panels[-1].legend(fontsize=7)
     return figure
 
 

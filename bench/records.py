@@ -91,6 +91,7 @@ class Measurement:
     settings: dict[str, Any]
     environment: dict[str, Any]
     runs: list[Run]
+    reliability: dict[str, Any] | None = None  # of the confidence head, from `bench calibrate`
 
     def write(self, path: str | Path) -> None:
         """Write JSON: the records, and the figures that follow from them."""
@@ -109,7 +110,9 @@ def read_measurement(path: str | Path) -> Measurement:
             entry.pop("figures")
             records = [Record(**record) for record in entry.pop("records")]
             runs.append(Run(records=records, **entry))
-        return Measurement(tree["bench"], tree["settings"], tree["environment"], runs)
+        return Measurement(
+            tree["bench"], tree["settings"], tree["environment"], runs, tree.get("reliability")
+        )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} is not a file that `bench compare` or `bench speed` wrote: {error!r}"

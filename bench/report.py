@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from bench import charts
+from bench import charts, device_charts
 from bench.compare import speedups
 from bench.records import Measurement, read_measurement
 from bench.tables import number, verdict_line, with_error
@@ -47,6 +47,9 @@ def draw(measurement: Measurement) -> dict[str, str]:
     drawn["Throughput against concurrency"] = charts.throughput_chart(runs)
     drawn["Latency"] = charts.latency_chart(runs)
     drawn["Acceptance length by category"] = charts.category_chart(runs)
+    if measurement.reliability:
+        figure = device_charts.reliability_chart(measurement.reliability)
+        drawn["Reliability of the confidence head"] = charts.svg_text(figure)
     return {title: svg for title, svg in drawn.items() if svg}
 
 

@@ -7,7 +7,10 @@ several concurrencies make a sweep.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -86,10 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(kept) < len(chosen):
         tell(f"note: {len(chosen) - len(kept)} prompts above --max-length are left out")
     runs = [measure(engine, name, kept, generation, c) for c in options.max_concurrency]
-    measurement = Measurement("speed", vars(options), environment(engine), runs)
+    measurement = Measurement(
+        "speed", vars(options), environment(engine), runs, reliability_of(options.calibration)
+    )
     write_outputs(measurement, options)
     show(measurement)
     return 0
+
+
+def reliability_of(path: str | None) -> Any:
+    """The diagram that `bench calibrate` kept beside the temperatures."""
+    if path is None:
+        return None
+    return json.loads(Path(path).read_text(encoding="utf-8")).get("reliability")
 
 
 def select_prompts(options: argparse.Namespace) -> list[Conversation]:

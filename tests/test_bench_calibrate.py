@@ -1,6 +1,7 @@
 """bench calibrate: what temperatures are fitted, how they are judged, and the command."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from bench.confidence import Recorded, expected_calibration_error, fit_temperatu
 from dspark_jax import load
 from dspark_jax.calibration import read_calibration
 from tests import tiny
+
+EVAL = Path(__file__).parent / "eval"
 
 WRONG = np.array([0.5, 2.0, 1.0])  # what the head multiplied its logits by
 
@@ -97,6 +100,11 @@ def test_the_command_fits_judges_and_saves(tmp_path, capsys, monkeypatch):
     )  # where they act
     assert engine.config.decode.temperatures == read_calibration(out, engine.config)
     assert engine.config.decode.temperatures == tuple(tree["temperatures"])
+    report = tmp_path / "report.html"
+    arguments = ["--dataset", str(EVAL / "mbpp.jsonl"), "--num-prompts", "1", "--output-len", "8"]
+    arguments += ["--confidence-threshold", "0.5", "--calibration", str(out), "--drop-long"]
+    assert main(["speed", *arguments, "--html", str(report)]) == 0
+    assert "Reliability of the confidence head" in report.read_text()
 
 
 def test_prompts_of_its_own_are_many_and_no_file_is_on_both_sides():
