@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from dspark_jax import loop
 from dspark_jax.engine import SERVE_ROUNDS, STREAM_ROUNDS, Engine
 from dspark_jax.programs import Programs, Tier
 from dspark_jax.request import SamplingParams
 from dspark_jax.scheduler import PATIENCE
+from dspark_jax.state import MAX_ROUNDS
 from tests.tiny import quick_compilation, random_params, tiny_config
 
 CONFIG = tiny_config(vocab=17)
@@ -66,6 +68,26 @@ def test_steps_tell_what_changed_and_the_result_is_the_solo_one(engine, solo):
     assert first.result().token_ids == solo(PROMPTS[0], GREEDY)
     assert second.result().token_ids == solo(PROMPTS[3], DRAWN)
     assert second.result().finish_reason == "length"
+
+
+def test_the_next_call_is_sent_before_the_last_result_is_read(engine, monkeypatch):
+    engine.warmup(GREEDY, batches=[1])
+    events, run_rounds, read = [], Programs.run_rounds, loop._read_rounds
+
+    def sent(*arguments):
+        events.append("sent")
+        return run_rounds(*arguments)
+
+    def seen(call):
+        events.append("read")
+        return read(call)
+
+    monkeypatch.setattr(Programs, "run_rounds", sent)
+    monkeypatch.setattr(loop, "_read_rounds", seen)
+    (result,) = engine.generate([PROMPTS[0]], replace(GREEDY, max_tokens=60))
+    calls = -(-len(result.acceptance_lengths) // MAX_ROUNDS)
+    assert calls > 1
+    assert events == ["sent"] + ["sent", "read"] * calls
 
 
 def test_rows_run_on_while_another_prompt_is_read(engine, solo):

@@ -31,7 +31,17 @@ def test_the_example_without_the_engine_gives_the_engines_tokens(capsys):
     (result,) = load(max_batch=1).generate("def fibonacci(n):\n", SamplingParams(max_tokens=32))
     assert names["tokens"][:32] == result.token_ids
     assert capsys.readouterr().out == result.text + "\n"
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
+
+
+def test_the_example_of_many_requests(capsys):
+    names: dict = {}
+    exec(EXAMPLES[2], names)
+    result = names["request"].result()
+    out = capsys.readouterr().out
+    assert result.finish_reason == "length"
+    assert out.startswith("1 None\n")
+    assert f"32 length\n{result.text}\n" in out
 
 
 def test_the_set_up_commands_are_two_single_lines():
@@ -67,5 +77,5 @@ def test_the_exported_pair_runs(monkeypatch, tmp_path, capsys):
     demo = str(README_FILE.parent / "dspark_jax")
     monkeypatch.chdir(tmp_path)
     assert convert([word.replace("dspark_jax", demo, 1) for word in words]) == 0
-    exec(EXAMPLES[2], {})
+    exec(EXAMPLES[3], {})
     assert capsys.readouterr().out.strip()
