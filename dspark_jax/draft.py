@@ -38,7 +38,7 @@ from dspark_jax.schedule import confidences
 from dspark_jax.sharding import CACHE, gather_logits, per_device, spec
 from dspark_jax.state import DecodeState, KVCache, Proposal, Sampling
 from pallas_kernels.context_kv import context_kv
-from pallas_kernels.fused_matmul import project
+from pallas_kernels.projection import project
 
 
 class ConfidenceHead(nnx.Module):

@@ -20,7 +20,8 @@ from dspark_jax.config import LayersConfig, RopeConfig
 from dspark_jax.packing import WHOLE, Packing, Whole
 from dspark_jax.sharding import CACHE, per_device, spec
 from pallas_kernels.block_attention import block_attention
-from pallas_kernels.fused_matmul import fused_matmul, project
+from pallas_kernels.fused_matmul import fused_matmul
+from pallas_kernels.projection import project
 from pallas_kernels.qkv_write import qkv_write
 from pallas_kernels.rotary import normalize_heads as rms_norm
 

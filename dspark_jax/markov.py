@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.config import DraftConfig
 from dspark_jax.layers import Embedding, Linear
 from dspark_jax.sharding import per_device, spec
-from pallas_kernels.fused_matmul import matmul_precision, project
 from pallas_kernels.markov_walk import markov_walk
+from pallas_kernels.projection import matmul_precision, project
 
 Choose = Callable[[Any, Array], tuple[Array, Array]]  # (slot, logits) -> (place, law)
 

@@ -12,7 +12,7 @@ from dspark_jax.config import EMBEDDING_TAP, TargetConfig
 from dspark_jax.layers import DecoderLayer, Embedding, Linear, RMSNorm, rope_table
 from dspark_jax.packing import WHOLE, Packing, Whole
 from dspark_jax.state import KVCache
-from pallas_kernels.fused_matmul import project
+from pallas_kernels.projection import project
 
 
 class Target(nnx.Module):
