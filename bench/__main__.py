@@ -21,6 +21,7 @@ COMMANDS = {
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }
+EXTRA = ("matplotlib", "pyarrow", "scipy", "sklearn")  # what the extra [bench] installs
 
 
 def usage() -> str:
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return import_module(f"bench.{name}").main(arguments)
+    except ModuleNotFoundError as error:
+        wanted = "'dspark-jax[bench]'" if error.name in EXTRA else error.name
+        print(f"bench {name}: {error.name} is not installed: pip install {wanted}", file=sys.stderr)
+        return 2
     except (ValueError, OSError, ImportError) as error:
         print(f"bench {name}: {error}", file=sys.stderr)
         return 2
@@ -53,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise  # a bug
         print(
-            f"bench {name}: the device ran out of memory; lower --max-length or the batch, or take"
-            " a smaller model",
+            f"bench {name}: the device ran out of memory; lower the batch or the lengths, or take a"
+            " smaller model",
             file=sys.stderr,
         )
         return 2

@@ -21,10 +21,11 @@ import convert
 import dspark_jax
 from bench.confidence import Recorded, fit_temperatures, judge, mean_error, record, reliability
 from bench.datasets import Conversation, read_conversations
-from bench.output import check_chart, save_chart
+from bench.output import check_chart, check_out, save_chart
 from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts, positive
 from bench.progress import progress_bar
 from bench.serving import Generation, encode, fitting
+from convert.flags import Parser
 from dspark_jax.calibration import save_calibration
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
@@ -35,9 +36,7 @@ HEAD_LINES = 6  # of a function
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench calibrate`."""
-    parser = argparse.ArgumentParser(
-        prog="bench calibrate", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="bench calibrate", description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
     add("--draft", metavar="DIR", help="folder or hub id (the embedded draft)")
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; raises ValueError for what a caller can mend."""
     options = build_parser().parse_args(arguments)
     check_chart(options.chart)
-    if options.out and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: its folder does not exist; make it first")
+    check_out(options.out)
     halves = choose_halves(options)
     name = options.draft or EMBEDDED_DRAFT
     (engine,) = load_drafts(options, [name], options.max_concurrency)

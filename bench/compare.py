@@ -36,6 +36,7 @@ from bench.replay import Replay
 from bench.serving import Generation, answer, fitting, warm_up
 from bench.speed import generation_of, select_prompts
 from bench.tables import ceiling_table, comparison_table, position_table, run_table, verdict_line
+from convert.flags import Parser
 from dspark_jax.config import GREEDY_TEMPERATURE, DraftConfig
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
@@ -74,7 +75,7 @@ class Entry:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench compare`."""
-    parser = argparse.ArgumentParser(prog="bench compare", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench compare", description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
     add(

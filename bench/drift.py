@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 
 from bench.datasets import read_conversations
-from bench.output import append_lines
+from bench.output import append_lines, check_out
 from bench.pairs import (
     EMBEDDED_DRAFT,
     NONE,
@@ -27,6 +27,7 @@ from bench.pairs import (
     positive,
 )
 from bench.progress import progress_bar
+from convert.flags import Parser
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
 from dspark_jax.request import Result, SamplingParams
@@ -94,7 +95,7 @@ def generate(engine: Engine, prompts: Sequence[str], params: SamplingParams) -> 
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench drift`."""
-    parser = argparse.ArgumentParser(prog="bench drift", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench drift", description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
     add("--draft", metavar="DIR", help="folder, hub id or ngram (the embedded draft)")
@@ -110,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; raises ValueError for what a caller can mend."""
     options = build_parser().parse_args(arguments)
+    check_out(options.out)
     if not options.draft and not brings_draft(options):
         raise ValueError(f"{options.target} brings no draft; name one with --draft")
     prompts: Sequence[str] = PROMPTS

@@ -6,7 +6,6 @@ read bandwidth measured in the same run.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ import jax
 import numpy as np
 
 from bench.kernel_cases import Case, cases
+from bench.output import check_out
 from bench.timing import Timing, measure, read_bandwidth, sets_needed
+from convert.flags import Parser
 from pallas_kernels.platform import default_device, runs_kernels
 
 OPS = ("block_attention", "qkv_write", "context_kv", "markov_walk", "fused_matmul")
@@ -64,7 +65,7 @@ def record(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
+    parser = Parser(prog="bench kernels", description=__doc__)
     parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
     parser.add_argument("--implementation", action="append", choices=("pallas", "xla"))
     parser.add_argument(
@@ -74,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="append JSON Lines here")
     options = parser.parse_args(arguments)
+    check_out(options.out)
     implementations = tuple(options.implementation or ())
     if not implementations:
         implementations = ("pallas", "xla") if runs_kernels(default_device()) else ("xla",)

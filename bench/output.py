@@ -35,6 +35,16 @@ def write_outputs(measurement: Measurement, options: argparse.Namespace) -> None
         tell(f"wrote {options.html}")
 
 
+def check_out(path: Path | None) -> None:
+    """Refuse before a long run a file of JSON Lines that could not be written after it."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: its folder does not exist; make it first")
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder; name a file")
+
+
 def append_lines(lines: Sequence[Any], path: Path | None) -> None:
     """Append JSON Lines to the file that was asked for."""
     if path:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +23,10 @@ from rich.table import Table
 
 from bench.loops import compile_loops, time_step
 from bench.models import SIZES, filled_state
-from bench.output import append_lines
+from bench.output import append_lines, check_out
 from bench.pairs import positive
 from bench.step import PAPER_LENGTH, ROOM, Line, pair
+from convert.flags import Parser
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.loading import ran_by
@@ -128,7 +130,7 @@ def show(lines: Sequence[Line], length: float) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench peers`."""
-    parser = argparse.ArgumentParser(prog="bench peers", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench peers", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="embedded", choices=("embedded", *SIZES))
     add("--cached", type=positive, default=1000, metavar="ROWS")
@@ -145,8 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; raises ValueError for what a caller can mend."""
     options = build_parser().parse_args(arguments)
-    if options.acceptance < 1:
+    if not 1 <= options.acceptance < inf:
         raise ValueError("--acceptance: an acceptance length is at least 1")
+    check_out(options.out)
     if not find_spec("torch"):
         raise ValueError("PyTorch is not installed beside this package: pip install torch")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room as well

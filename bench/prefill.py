@@ -24,11 +24,12 @@ from rich.table import Table
 from bench import hlo
 from bench.kernel_classes import CLASSES, Kernels
 from bench.models import SIZES, plain
-from bench.output import append_lines, check_chart, save_chart
+from bench.output import append_lines, check_chart, check_out, save_chart
 from bench.profile import summarize
 from bench.step import Line, pair
 from bench.timing import matmul_peak
 from bench.trace import record_events
+from convert.flags import Parser
 from dspark_jax import decode
 from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
@@ -159,7 +160,7 @@ def show(lines: Sequence[Line]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench prefill`."""
-    parser = argparse.ArgumentParser(prog="bench prefill", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench prefill", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="embedded", choices=("embedded", *SIZES))
     add("--tokens", type=int, nargs="+", default=[256], metavar="N", help="of a prompt (256)")
@@ -179,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(*options.tokens, *options.chunk) < 1:
         raise ValueError("--tokens and --chunk must be positive")
     check_chart(options.chart)
+    check_out(options.out)
     length = max(options.tokens) + 1
     config, params = pair(options.model, options.dtype, max_length=length)
     if options.no_draft:

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from bench.kernel_classes import CLASSES, CONTAINERS, OTHER, STAGES, Kernels
 from bench.loops import Loop, compile_loops, rewind
 from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, filled_state
-from bench.output import append_lines, check_chart, save_chart
+from bench.output import append_lines, check_chart, check_out, save_chart
 from bench.step import PAPER_LENGTH, ROOM, Line, pair
 from bench.trace import Event, gaps_us, record_events
+from convert.flags import Parser
 from dspark_jax.generate import tell
 from dspark_jax.loading import ran_by
 from dspark_jax.state import MAX_ROUNDS
@@ -135,7 +137,7 @@ def _part(line: Line, time_us: float) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench profile`."""
-    parser = argparse.ArgumentParser(prog="bench profile", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench profile", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="embedded", choices=("embedded", *SIZES))
     add("--batch", type=int, default=1, metavar="B")
@@ -160,11 +162,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; raises ValueError for what a caller can mend."""
     options = build_parser().parse_args(arguments)
-    if min(options.batch, options.cached) < 1 or options.acceptance < 1:
+    if min(options.batch, options.cached) < 1 or not 1 <= options.acceptance < inf:
         raise ValueError("--batch, --cached and --acceptance must be at least 1")
     if not 1 <= options.rounds <= MAX_ROUNDS:
         raise ValueError(f"--rounds is within 1 and {MAX_ROUNDS}, got {options.rounds}")
     check_chart(options.chart)
+    check_out(options.out)
     resolve_implementation(options.implementation)
     length = options.cached + ROOM
     mesh = mesh_of(options, [options.batch])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from bench import charts, device_charts
 from bench.compare import speedups
 from bench.records import Measurement, read_measurement
 from bench.tables import number, verdict_line, with_error
+from convert.flags import Parser
 from dspark_jax.generate import tell
 
 
@@ -63,7 +63,7 @@ def _milliseconds(found: dict[str, Any] | None, name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Render the JSON that compare or speed wrote."""
-    parser = argparse.ArgumentParser(prog="bench report", description=main.__doc__)
+    parser = Parser(prog="bench report", description=main.__doc__)
     parser.add_argument("file", help="JSON of bench compare or bench speed")
     parser.add_argument("--html", metavar="FILE", help="default: the name of the JSON, with .html")
     parser.add_argument("--charts", metavar="DIR", type=Path, help="also each chart as SVG")

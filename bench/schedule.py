@@ -22,9 +22,10 @@ from rich.table import Table
 
 from bench.models import SIZES
 from bench.modes import MODES, Bench, Program, compile_programs
-from bench.output import append_lines
+from bench.output import append_lines, check_out
 from bench.step import pair
 from bench.synthetic import CURVES, Curve
+from convert.flags import Parser
 from dspark_jax.generate import tell
 from dspark_jax.loading import ran_by
 from dspark_jax.schedule import init_gains
@@ -163,7 +164,7 @@ def show(lines: Sequence[Line]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench schedule`."""
-    parser = argparse.ArgumentParser(prog="bench schedule", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench schedule", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="embedded", choices=("embedded", *SIZES))
     add("--batch", type=int, nargs="+", default=[1, 8], metavar="B")
@@ -183,8 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if min(*options.batch, options.cached, options.calls) < 1:
         raise ValueError("--batch, --cached and --calls must be positive")
-    if options.out and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: its folder does not exist; make it first")
+    check_out(options.out)
     room = {"max_length": options.cached + ROOM, "prefill_chunk": 1}  # no prompt is run
     config, params = pair(options.model, options.dtype, **room)
     switches = {"sampled": options.sampled, "implementation": options.implementation}

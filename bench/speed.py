@@ -30,6 +30,7 @@ from bench.progress import progress_bar
 from bench.records import Measurement, Run, environment
 from bench.serving import Generation, answer, fitting, warm_up
 from bench.tables import group_table, latency_table, position_table, run_table
+from convert.flags import Parser
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
 from dspark_jax.state import MAX_ROUNDS
@@ -39,7 +40,7 @@ DRAFT_FLAGS = ("num_speculative_tokens", "confidence_threshold", "verification",
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench speed`."""
-    parser = argparse.ArgumentParser(prog="bench speed", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench speed", description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
     add("--draft", metavar="DIR", help="folder, hub id, ngram, none (the embedded draft)")

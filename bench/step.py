@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from rich.table import Table
 from bench.loops import ENTRIES, Loop, compile_loops, idle_shares, inspect, time_step
 from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, Dtype, filled_state, model_config, random_params, tree_bytes
-from bench.output import append_lines, check_chart, save_chart
+from bench.output import append_lines, check_chart, check_out, save_chart
 from bench.timing import read_bandwidth
+from convert.flags import Parser
 from dspark_jax.cache import cache_bytes
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
@@ -205,7 +207,7 @@ def pair(
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench step`."""
-    parser = argparse.ArgumentParser(prog="bench step", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="bench step", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", default="embedded", choices=("embedded", *SIZES))
     add("--batch", type=int, nargs="+", default=[1], metavar="B")
@@ -234,16 +236,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(*options.batch, *options.cached) < 1:
         raise ValueError("--batch and --cached must be positive")
     mesh = mesh_of(options, options.batch)
-    if min(options.acceptance) <= 0:
+    if not all(0 < length < inf for length in options.acceptance):
         raise ValueError("--acceptance: an acceptance length is above 0")
     check_chart(options.chart)
+    check_out(options.out)
+    for wanted in options.implementation:
+        resolve_implementation(wanted)
     rate = read_bandwidth() if default_device().platform == "gpu" else read_bandwidth(2**26)
     tell(f"{default_device().device_kind}: reads {rate / 1e12:.3f} TB/s")
     length = max(options.cached) + ROOM
     config, params = pair(options.model, options.dtype, mesh, max_length=length)
     lines = []
     for wanted in options.implementation:
-        resolve_implementation(wanted)
         switches = {
             "implementation": wanted,
             "sampled": options.sampled,

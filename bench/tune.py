@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections import defaultdict
@@ -22,6 +21,7 @@ from bench.kernel_cases import (
 )
 from bench.kernels import OPS, operand_sets
 from bench.timing import measure
+from convert.flags import Parser
 from pallas_kernels import block_attention, context_kv, fused_matmul, markov_walk, qkv_write
 from pallas_kernels.platform import default_device, resolve_implementation
 from pallas_kernels.tuning import device_file
@@ -104,7 +104,7 @@ def search(op: str, match: list[str] | None, repeats: int) -> dict[str, dict[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench tune", description=__doc__)
+    parser = Parser(prog="bench tune", description=__doc__)
     parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
     parser.add_argument(
         "--match", action="append", help="only shapes whose name holds this text, as 'batch 1 '"

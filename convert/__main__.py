@@ -23,7 +23,7 @@ from convert.packaging import (
 )
 from convert.problems import CheckpointError
 from convert.store import place_in_parts, save, split_host
-from convert.tokens import copy_token_files, stop_token_ids
+from convert.tokens import stop_token_ids
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding import DecodeConfig
 from dspark_jax.exported import PLATFORMS, ExportError, check_export
@@ -64,10 +64,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--platforms",
-        default=",".join(PLATFORMS),
         help=f"of the export, none of which need be here ({','.join(PLATFORMS)})",
     )
-    parser.add_argument("--batch", type=positive, default=1, help="slots of the export (1)")
+    parser.add_argument("--batch", type=positive, help="slots of the export (1)")
     add_override_flags(parser)
     return parser
 
@@ -79,17 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     overrides = overrides_of(arguments)
-    if not arguments.check and not arguments.out and not arguments.export_stablehlo:
-        parser.error("nothing to do: give --check, --out STORE, --export-stablehlo DIR, or several")
-    if arguments.json and not arguments.check:
-        parser.error("--json goes with --check")
+    _check_flags(parser, arguments)
     if arguments.draft is None and overrides != DraftOverrides():
         parser.error("the overrides go with --draft")
     try:
         if arguments.check and _check(arguments, overrides).problems:
             return REFUSED
         if arguments.export_stablehlo:
-            check_export(arguments.export_stablehlo, arguments.platforms.split(","))
+            check_export(arguments.export_stablehlo, _platforms(arguments))
         if arguments.out or arguments.export_stablehlo:
             with jax.default_device(jax.devices("cpu")[0]):  # host memory holds more
                 _convert(arguments, overrides)
@@ -99,6 +95,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
+    """End the process where flags do not go together."""
+    store, export = arguments.out, arguments.export_stablehlo
+    if "" in (store, export):
+        parser.error("--out or --export-stablehlo is empty: name a folder, or leave it out")
+    if not arguments.check and not store and not export:
+        parser.error("nothing to do: give --check, --out STORE, --export-stablehlo DIR, or several")
+    if arguments.json and not arguments.check:
+        parser.error("--json goes with --check")
+    if not export and (arguments.platforms is not None or arguments.batch is not None):
+        parser.error("--platforms and --batch go with --export-stablehlo")
+    if store and export and Path(store).absolute() == Path(export).absolute():
+        parser.error(f"--out and --export-stablehlo both name {store}: give each its own folder")
+
+
+def _platforms(arguments: argparse.Namespace) -> list[str]:
+    """What --platforms names; all of them without it."""
+    if arguments.platforms is None:
+        return list(PLATFORMS)
+    return list(dict.fromkeys(name.strip() for name in arguments.platforms.split(",")))
 
 
 def _check(arguments: argparse.Namespace, overrides: DraftOverrides) -> Report:
@@ -165,11 +183,11 @@ def _export(
         arguments.export_stablehlo,
         ModelConfig(target.config, draft.config if draft else None, decode, dtype),
         params,
-        batch=arguments.batch,
-        platforms=arguments.platforms.split(","),
+        batch=arguments.batch or 1,
+        platforms=_platforms(arguments),
         stop_ids=stop_token_ids(target.folder),
+        token_files=target.folder,
     )
-    copy_token_files(target.folder, Path(arguments.export_stablehlo))
 
 
 class _Progress:

@@ -1,6 +1,6 @@
 """Run an exported pair: the programs that were written, and nothing that knows the networks.
 
-DIR/export.json          version, jax, platforms, settings
+DIR/export.json          version, jax, platforms, settings, digest of itself and the programs
 DIR/PROGRAM.stablehlo    what `jax.export` serialized
 DIR/weights.safetensors  parameters by dotted name
 DIR/tokenizer.json ...   copied from the target's folder
@@ -8,8 +8,9 @@ DIR/tokenizer.json ...   copied from the target's folder
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dspark_jax.state import MAX_ROUNDS
 from dspark_jax.text import Tokenizer, open_tokenizer
 
 HEADER, WEIGHTS = "export.json", "weights.safetensors"
-VERSION = 1
+VERSION = 2
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 DONATED = {"admit": 0, "prefill": 1, "rounds_greedy": 1, "rounds_sampled": 1}  # the state
 
@@ -37,6 +38,15 @@ class ExportError(ValueError):
 
 def program_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.stablehlo"
+
+
+def digest(header: Mapping[str, Any], programs: Mapping[str, bytes]) -> str:
+    """SHA-256 of the settings and the programs, which run together only."""
+    settings = {name: value for name, value in header.items() if name != "sha256"}
+    whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, text in sorted(programs.items()):
+        whole.update(f"{name} {len(text)} ".encode() + text)
+    return whole.hexdigest()
 
 
 def check_export(folder: str | Path, platforms: Sequence[str]) -> None:
@@ -54,8 +64,11 @@ def load_exported(folder: str | Path) -> ExportedPair:
     """Load what `python -m convert --export-stablehlo` wrote onto the default device.
 
     Raises ExportError with one sentence where the folder is incomplete or of another version,
-    where this jax cannot read it, or where it was not exported for this platform.
+    where a file of it was changed or is of another export, where this jax cannot read it, or where
+    it was not exported for this platform.
     """
+    if not isinstance(folder, str | Path):
+        raise ExportError(f"folder must be a path, got {folder!r}")
     folder = Path(folder)
     header = _read_header(folder)
     platform = export.default_export_platform()
@@ -65,21 +78,40 @@ def load_exported(folder: str | Path) -> ExportedPair:
             f" {platform}; export it again with --platforms {platform}"
         )
     try:
-        programs = {name: _deserialize(program_file(folder, name)) for name in ("start", *DONATED)}
-        with safe_open(folder / WEIGHTS, "numpy") as file:
-            names = file.keys()
-            weights = {name: jax.device_put(file.get_tensor(name)) for name in names}
+        texts = {name: program_file(folder, name).read_bytes() for name in ("start", *DONATED)}
+        if digest(header, texts) != header.get("sha256"):
+            raise ValueError("its programs and settings were not written together")
+        programs = {name: _deserialize(name, text) for name, text in texts.items()}
+        weights = _read_weights(folder / WEIGHTS, programs["prefill"])
     except (OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"{folder} cannot be read ({error}); export it again") from None
     return ExportedPair(header, programs, weights, open_tokenizer(folder))
 
 
-def _deserialize(file: Path) -> export.Exported:
-    text = bytearray(file.read_bytes())
+def _deserialize(name: str, text: bytes) -> export.Exported:
     try:
-        return export.deserialize(text)
-    except Exception as error:  # of whatever reads the damaged bytes
-        raise ValueError(f"{file.name} is damaged: {error}") from None
+        return export.deserialize(bytearray(text))
+    except Exception as error:  # of whatever reads the bytes
+        raise ValueError(f"{name} is no program for this jax: {error}") from None
+
+
+def _read_weights(file: Path, program: export.Exported) -> dict[str, jax.Array]:
+    """The parameters that a program takes first, and no others."""
+    (wanted, *_), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    with safe_open(file, "numpy") as held:
+        names = held.keys()
+        if wrong := sorted(wanted.keys() ^ set(names)):
+            raise ValueError(f"{file.name} and the programs differ in {wrong[0]}")
+        found = {}
+        for name in names:
+            tensor, shape = held.get_tensor(name), wanted[name]
+            if (tensor.shape, tensor.dtype) != (shape.shape, shape.dtype):
+                raise ValueError(
+                    f"{file.name} holds {name} as {tensor.dtype}{list(tensor.shape)}, the programs"
+                    f" take {shape.dtype}{list(shape.shape)}"
+                )
+            found[name] = jax.device_put(tensor)
+    return found
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
@@ -88,8 +120,10 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{folder} holds no {HEADER}: not a complete export")
     try:
         header = json.loads((folder / HEADER).read_text())
-        version, convention = header["version"], header["calling_convention"]
+        version, convention = header["version"], int(header["calling_convention"])
         written = tuple(int(part) for part in header["jax"].split(".")[:3])
+        if not set(header["platforms"]) <= set(PLATFORMS):
+            raise ValueError(f"platforms {header['platforms']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(f"{folder / HEADER} is damaged ({error}); export it again") from None
     if version != VERSION:
@@ -126,7 +160,10 @@ class ExportedPair:
         self._chunk: int = header["prefill_chunk"]
         self._weights = weights
         self._intake = Intake(
-            header["vocab_size"], header["max_length"], tokenizer, header["stop_token_ids"]
+            header["vocab_size"],
+            header["max_length"],
+            tokenizer,
+            header["stop_token_ids"] or (tokenizer.stop_ids if tokenizer else ()),
         )
         self._programs = programs
         self._compiled: dict[str, Callable[..., Any]] = {}

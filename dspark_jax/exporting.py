@@ -18,6 +18,7 @@ import numpy as np
 from jax import export
 from safetensors.flax import save_file
 
+from convert.tokens import copy_token_files
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
 from dspark_jax.exported import (
@@ -27,6 +28,7 @@ from dspark_jax.exported import (
     WEIGHTS,
     ExportError,
     check_export,
+    digest,
     program_file,
 )
 from dspark_jax.request import SamplingParams
@@ -44,17 +46,22 @@ def export_pair(
     batch: int,
     platforms: Sequence[str] = PLATFORMS,
     stop_ids: Sequence[int] = (),
+    token_files: str | Path | None = None,
 ) -> None:
     """Write the programs of `batch` slots for some platforms, and the weights, into a new folder.
 
     `config.decode` settles everything static but the two tiers of rounds, greedy and sampled.
-    None of the platforms need be present. The header is written last, so that a folder with one
-    is complete. Raises ExportError as `check_export` does, and where it
-    cannot be written.
+    None of the platforms need be present. The tokenizer comes from the folder `token_files`. The
+    header is written last, so that a folder with one is complete. Raises ExportError as
+    `check_export` does, and where it cannot be written.
     """
     check_export(folder, platforms)
     try:
-        _write(Path(folder), config, params, batch, platforms, stop_ids)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if token_files is not None:
+            copy_token_files(Path(token_files), folder)
+        _write(folder, config, params, batch, platforms, stop_ids)
     except OSError as error:
         raise ExportError(f"{folder} cannot be written ({error.strerror})") from None
 
@@ -67,11 +74,11 @@ def _write(
     platforms: Sequence[str],
     stop_ids: Sequence[int],
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    convention = 0
+    convention, texts = 0, {}
     for name, (function, arguments) in _programs(config, batch, params).items():
         program = export.export(jax.jit(function), platforms=tuple(platforms))(*arguments)
-        program_file(folder, name).write_bytes(program.serialize())
+        texts[name] = bytes(program.serialize())
+        program_file(folder, name).write_bytes(texts[name])
         convention = program.calling_convention_version
     save_file(_by_name(params), folder / WEIGHTS)
     header = {
@@ -86,6 +93,7 @@ def _write(
         "vocab_size": config.target.vocab_size,
         "stop_token_ids": list(stop_ids),
     }
+    header["sha256"] = digest(header, texts)
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
 
 

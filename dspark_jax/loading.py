@@ -28,7 +28,7 @@ from dspark_jax.options import DRAFT_OPTIONS, LOOKUP_IGNORES, check_kinds, refus
 from dspark_jax.request import SamplingParams
 from dspark_jax.scheduler import batch_tiers
 from dspark_jax.sharding import DATA, TENSOR, adopt_mesh, check_divisible, make_mesh
-from dspark_jax.text import Tokenizer, open_tokenizer
+from dspark_jax.text import open_tokenizer
 from dspark_jax.verification import Verification
 from pallas_kernels.platform import (
     decide_for,
@@ -197,7 +197,7 @@ def _build(
         config,
         checkpoint.read(config.dtype, progress, mesh),
         tokenizer,
-        checkpoint.stop_ids or _tokenizer_stop(tokenizer),
+        checkpoint.stop_ids or (tokenizer.stop_ids if tokenizer else ()),
         max_batch=max_batch,
         defaults=defaults,
         report=warn,
@@ -218,13 +218,6 @@ def ran_by(config: ModelConfig) -> str:
     if config.dtype != "bfloat16":
         return "xla"
     return resolve_implementation(config.decode.implementation)
-
-
-def _tokenizer_stop(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The stop token of a tokenizer that only its library can open."""
-    if tokenizer is None or tokenizer.eos_token_id is None:
-        return ()
-    return (tokenizer.eos_token_id,)
 
 
 def _borrowing(draft: DraftConfig | NgramConfig | None) -> DraftConfig | NgramConfig | None:

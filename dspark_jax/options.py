@@ -8,6 +8,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from dspark_jax.decoding import DecodeConfig
 
 DRAFT_OPTIONS = (
@@ -28,7 +30,7 @@ INTEGERS = (
 SWITCHES = ("draft_truncation", "use_generation_config", "ceiling", "sample_from_anchor")
 OPTIONAL = (
     *("num_speculative_tokens", "prefill_chunk", "block_size", "mask_token_id"),
-    *("sample_from_anchor", "target_layer_ids", "calibration", "costs"),
+    *("sample_from_anchor", "target_layer_ids", "calibration", "costs", "mesh"),
 )
 FILES = ("calibration", "costs")
 
@@ -56,6 +58,8 @@ def check_kinds(options: Mapping[str, Any]) -> None:
             kind = "an integer"
         elif name in SWITCHES and not isinstance(value, bool):
             kind = "True or False"
+        elif name == "mesh" and not isinstance(value, Mesh):
+            kind = "a jax.sharding.Mesh of devices"
         elif name == "confidence_threshold" and not _is_number(value, Real):
             kind = "a number"
         elif name == "target_layer_ids" and not _are_integers(value):

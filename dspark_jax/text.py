@@ -42,6 +42,11 @@ class Tokenizer:
         """Text of ids; special tokens are skipped."""
         return self._decode(ids)
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a text where the checkpoint's files name no stop token."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], enable_thinking: bool = False
     ) -> str:

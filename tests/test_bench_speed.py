@@ -161,7 +161,26 @@ def test_unknown_commands_and_help(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["speed", "--max-concurrency", "none"])
     assert stop.value.code == 2
-    assert "must be a whole number" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "must be a whole number" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "library", "remedy"),
+    [
+        ("report", "matplotlib", "'dspark-jax[bench]'"),
+        ("calibrate", "sklearn", "'dspark-jax[bench]'"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_remedy(command, library, remedy, monkeypatch, capsys):
+    def missing(_):
+        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+
+    monkeypatch.setattr("bench.__main__.import_module", missing)
+    assert main([command, "--help"]) == 2
+    expected = f"bench {command}: {library} is not installed: pip install {remedy}\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_scheduled_verification_answers_as_plain_decoding_does(bench, tmp_path):  # noqa: F811

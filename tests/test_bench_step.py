@@ -161,6 +161,10 @@ def test_the_embedded_pair(tmp_path, monkeypatch, capsys):
         (("--chart", "x.pdf"), "name a file that ends in .svg or .png"),
         (("--chart", "/no/such/x.svg"), "its folder does not exist"),
         (("--acceptance", "0"), "an acceptance length is above 0"),
+        (("--acceptance", "nan"), "an acceptance length is above 0"),
+        (("--out", "/no/such/x"), "--out /no/such/x: its folder does not exist; make it first"),
+        (("--out", "/"), "--out / is a folder; name a file"),
+        (("--implementation", "auto", "foo"), "implementation must be one of"),
     ],
 )
 def test_a_mistake_is_one_sentence(flags, words, capsys):

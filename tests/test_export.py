@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax import export
+from safetensors.numpy import load_file, save_file
 
 from convert.__main__ import main
 from dspark_jax import SamplingParams, load, load_exported
-from dspark_jax.exported import DONATED, PLATFORMS, ExportError
+from dspark_jax.exported import DONATED, PLATFORMS, ExportedPair, ExportError
 from tests.checkpoints import write_draft, write_target
 from tests.run_exported import BATCHES, PROMPTS
 from tests.tiny import quick_compilation
@@ -84,11 +86,15 @@ def changed(exported: Path, place: Path, **header: Any) -> Path:
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        ({"version": 2}, "is of version 2, this program reads 1; export it again"),
+        ({"version": 1}, "is of version 1, this program reads 2; export it again"),
         ({"jax": "99.0.0"}, "by jax 99.0.0, which is newer than the jax .* that runs; install jax"),
         ({"calling_convention": 3}, "calling convention 3, and jax .* reads .* export it again"),
         ({"platforms": ["cuda", "tpu"]}, "for cuda, tpu, and this process runs on cpu; export it"),
         ({"jax": None}, "export.json is damaged"),
+        ({"calling_convention": "x"}, "export.json is damaged"),
+        ({"platforms": "cpu"}, "export.json is damaged"),
+        ({"batch": 4}, "its programs and settings were not written together"),
+        ({"prefill_chunk": 8}, "its programs and settings were not written together"),
     ],
 )
 def test_what_cannot_run_here_is_a_sentence(
@@ -103,7 +109,7 @@ def test_incomplete_and_damaged_artefacts_are_sentences(exported: Path, tmp_path
     copy = changed(exported, tmp_path / "copy")
     program = (copy / "prefill.stablehlo").read_bytes()
     (copy / "prefill.stablehlo").write_bytes(program[: len(program) // 2])
-    with pytest.raises(ExportError, match=r"prefill.stablehlo is damaged.*export it again"):
+    with pytest.raises(ExportError, match=r"were not written together\); export it again"):
         load_exported(copy)
     (copy / "prefill.stablehlo").unlink()
     with pytest.raises(ExportError, match="cannot be read"):
@@ -115,6 +121,45 @@ def test_incomplete_and_damaged_artefacts_are_sentences(exported: Path, tmp_path
     (copy / "export.json").unlink()
     with pytest.raises(ExportError, match=r"holds no export\.json: not a complete export"):
         load_exported(copy)
+
+
+def test_another_exports_programs_are_refused(exported: Path, tmp_path: Path) -> None:
+    """Greedy rounds under the name of sampled ones would run, and not sample."""
+    copy = changed(exported, tmp_path / "copy")
+    shutil.copy(copy / "rounds_greedy.stablehlo", copy / "rounds_sampled.stablehlo")
+    with pytest.raises(ExportError, match="were not written together"):
+        load_exported(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda held: {"other": next(iter(held.values()))}, "and the programs differ in other"),
+        (lambda held: {"target.norm.weight": np.ones(3, np.float32)}, r"as float32\[3\], the"),
+        (lambda held: {name: x.astype(np.float16) for name, x in held.items()}, "as float16"),
+    ],
+)
+def test_weights_that_the_programs_do_not_take_are_refused(
+    exported: Path, tmp_path: Path, change: Any, words: str
+) -> None:
+    copy = changed(exported, tmp_path / "copy")
+    held = load_file(copy / "weights.safetensors")
+    save_file(held | change(held), copy / "weights.safetensors")
+    with pytest.raises(ExportError, match=words):
+        load_exported(copy)
+
+
+def test_the_tokenizers_stop_token_where_files_name_none(exported: Path) -> None:
+    """As `load` does: a text must not run on because it was exported."""
+
+    class Held:
+        stop_ids = (5,)
+
+    pair = load_exported(exported)
+    header = json.loads((exported / "export.json").read_text()) | {"stop_token_ids": []}
+    silent = ExportedPair(header, pair._programs, pair._weights, Held())  # type: ignore[arg-type]
+    assert silent._intake.stop_ids == (5,)
+    assert pair._intake.stop_ids == (3, 7)
 
 
 def test_what_is_not_exported_is_refused(exported: Path) -> None:
@@ -140,6 +185,41 @@ def test_the_command_refuses_before_it_reads(
         assert main([*target, *flags]) == 2
         assert words in capsys.readouterr().err
     assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--out", "x", "--platforms", "cpu"], "go with --export-stablehlo"),
+        (["--check", "--batch", "2"], "go with --export-stablehlo"),
+        (["--out", "x", "--export-stablehlo", "./x"], "both name x: give each its own folder"),
+        (["--check", "--export-stablehlo", ""], "is empty: name a folder"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    pair: tuple[Path, Path], flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--target", str(pair[0]), *flags])
+    err = capsys.readouterr().err
+    assert (caught.value.code, err.count("\n")) == (2, 1)
+    assert words in err
+    assert not Path("x").exists()
+
+
+def test_the_header_is_written_last(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk while tokenizer files are copied leaves no export that looks complete."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dspark_jax.exporting.copy_token_files", full)
+    out = tmp_path / "out"
+    flags = ["--platforms", "cpu", "--max-length", "64", "--export-stablehlo", str(out)]
+    assert main(["--target", str(pair[0]), *flags]) == 2
+    assert not (out / "export.json").exists()
 
 
 def test_a_target_alone_is_plain_decoding(pair: tuple[Path, Path], tmp_path: Path) -> None:

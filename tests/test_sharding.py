@@ -9,8 +9,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from dspark_jax import load
 from dspark_jax.checkpoints import EMBEDDED
@@ -85,3 +87,9 @@ def test_numbers_of_devices_are_checked() -> None:
         load(tensor_parallel=0)
     with pytest.raises(ValueError, match="data_parallel must be an integer, got '2'"):
         load(data_parallel="2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mesh", ["2x2", (2, 2), AbstractMesh((1, 1), ("data", "tensor"))])
+def test_a_mesh_is_one_of_devices(mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh of devices, got"):
+        load(mesh=mesh)
