@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,11 +15,21 @@ from bench.records import Measurement
 from dspark_jax.generate import tell
 
 
+def check_file(flag: str, path: str | Path) -> None:
+    """Refuse before a long run a file that could not be written after it."""
+    place = Path(path).absolute()
+    if not place.parent.is_dir():
+        raise ValueError(f"{flag}{path}: its folder does not exist; make it first")
+    if place.is_dir():
+        raise ValueError(f"{flag}{path} is a folder; name a file")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise ValueError(f"{flag}{path} cannot be written; name another file")
+
+
 def check_outputs(options: argparse.Namespace) -> None:
     """Refuse before a long run what could not be written after it."""
     for path in filter(None, (options.json, options.html)):
-        if not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path}: its folder does not exist; make it first")
+        check_file("", path)
     if options.html and not find_spec("matplotlib"):
         raise ValueError("--html needs matplotlib: pip install 'dspark-jax[bench]'")
 
@@ -36,13 +47,9 @@ def write_outputs(measurement: Measurement, options: argparse.Namespace) -> None
 
 
 def check_out(path: Path | None) -> None:
-    """Refuse before a long run a file of JSON Lines that could not be written after it."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {path}: its folder does not exist; make it first")
-    if path.is_dir():
-        raise ValueError(f"--out {path} is a folder; name a file")
+    """Refuse before a long run what --out names, where it could not be written after it."""
+    if path:
+        check_file("--out ", path)
 
 
 def append_lines(lines: Sequence[Any], path: Path | None) -> None:
@@ -58,8 +65,7 @@ def check_chart(path: Path | None) -> None:
         return
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"--chart {path}: name a file that ends in .svg or .png")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--chart {path}: its folder does not exist; make it first")
+    check_file("--chart ", path)
     if not find_spec("matplotlib"):
         raise ValueError("--chart needs matplotlib: pip install 'dspark-jax[bench]'")
 

@@ -17,19 +17,22 @@ class Clock:
     """Seconds that leave pauses out: nobody's request is charged with a compilation."""
 
     def __init__(self) -> None:
-        self._paused = 0.0
+        # Seconds of the pauses that are over; the begin of the one that lasts.
+        self._paused: tuple[float, float | None] = (0.0, None)
 
     def __call__(self) -> float:
-        return time.perf_counter() - self._paused
+        paused, since = self._paused  # at once: other threads read it during a pause
+        return (time.perf_counter() if since is None else since) - paused
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Stand still inside the block."""
-        begin = time.perf_counter()
+        (paused, _), begin = self._paused, time.perf_counter()
+        self._paused = paused, begin
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - begin
+            self._paused = paused + time.perf_counter() - begin, None
 
 
 class Request:
@@ -73,7 +76,15 @@ class Request:
         self._clock: Callable[[], float] = time.perf_counter
         self.started: float | None = None  # on the clock that `start` brought
         self._ended: float | None = None
+        self._queued = False
         self._lock = threading.Lock()
+
+    def queue(self, patience: int) -> None:
+        """Note that a loop has it; ValueError where one has or had it: two would mix its tokens."""
+        with self._lock:
+            if self._queued:
+                raise ValueError("a request is served once; prepare another for the same prompt")
+            self._queued, self.patience = True, patience
 
     def start(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """The request got its slot: its time begins."""

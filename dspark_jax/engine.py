@@ -16,9 +16,9 @@ from dspark_jax.accounting import Request
 from dspark_jax.advice import DraftAdvice
 from dspark_jax.config import ModelConfig
 from dspark_jax.costs import check_schedulable, measure_costs, save_costs
-from dspark_jax.intake import Intake, Prompt
+from dspark_jax.intake import Intake, Prompt, conversations, settings
 from dspark_jax.loop import Loop
-from dspark_jax.request import Chunk, Result, SamplingParams
+from dspark_jax.request import Chunk, Result, SamplingParams, integer, items
 from dspark_jax.state import MAX_ROUNDS, Params
 from dspark_jax.text import Tokenizer
 from dspark_jax.tiers import BatchCosts
@@ -92,7 +92,7 @@ class Engine:
         token ids. `params` is one for all or one for each. Raises ValueError, naming the prompt,
         for an empty one, an id outside the vocabulary, or prompt + max_tokens above max_length.
         """
-        requests = self.prepare([prompts] if isinstance(prompts, str) else prompts, params)
+        requests = self.prepare(prompts, params)
         for _ in self.serve(requests):
             pass
         return [request.result() for request in requests]
@@ -129,9 +129,7 @@ class Engine:
         off by default: the published drafts were trained without it and accept less with it.
         Raises ValueError where there is no template, and as `generate` does.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        prompts = [self.chat_ids(one, enable_thinking) for one in conversations]
+        prompts = [self.chat_ids(one, enable_thinking) for one in conversations(messages)]
         return self.generate(prompts, params)
 
     def chat_ids(
@@ -144,10 +142,10 @@ class Engine:
 
     def prepare(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
-        """Check prompts and make the requests that `serve` takes. Raises as `generate` does."""
+        """Check prompts and make requests, for `serve` once. Raises as `generate` does."""
         return self._intake.requests(prompts, self.defaults if params is None else params)
 
     def serve(self, requests: Sequence[Request], rounds: int = MAX_ROUNDS) -> Iterator[None]:
@@ -156,10 +154,11 @@ class Engine:
         Between two yields lie at most `rounds` rounds. Raises the error of a request that failed;
         requests that are unfinished when the iterator is closed are cancelled.
         """
-        own, pending = set(requests), deque(requests)
+        own, pending = set(requests), deque[Request]()
         try:
             for request in requests:
                 self._enqueue(request, rounds)
+                pending.append(request)
             while pending:
                 gained = not own.isdisjoint(self.step())
                 while pending and pending[0].finish_reason:
@@ -213,7 +212,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether some request is unfinished."""
+        """Whether `step` has work: a request is unfinished, or has ended and holds its slot yet."""
         return self._loop.scheduler.busy
 
     def cancel(self, request: Request) -> None:
@@ -221,6 +220,8 @@ class Engine:
 
         Its finish reason is "cancelled", its result what it has got; one that has ended stays.
         """
+        if not isinstance(request, Request):
+            raise ValueError(f"cancel takes a request that submit gave, got {request!r}")
         request.cancel()
 
     def warmup(
@@ -236,13 +237,13 @@ class Engine:
         programs of the most demanding one: name a kind with both its settings for a batch that
         mixes them. Raises ValueError for a batch out of range and RuntimeError while requests run.
         """
-        each = [params] if isinstance(params, SamplingParams) else list(params)
-        sizes = range(1, self.max_batch + 1) if batches is None else batches
+        every = range(1, self.max_batch + 1) if batches is None else batches
+        sizes = [integer("a batch", size) for size in items("batches", every, "a list")]
         for size in sizes:
             if not 1 <= size <= self.max_batch:
                 raise ValueError(f"batch {size} is not within 1 and max_batch {self.max_batch}")
         tiers = dict.fromkeys(map(self._loop.scheduler.tier, sizes))
-        self._loop.compile_ahead(each, list(tiers))
+        self._loop.compile_ahead(settings(params), list(tiers))
 
     def profile_costs(self, progress: Callable[[BatchCosts], None] = lambda costs: None) -> Path:
         """Measure what rounds cost here by batch and verified tokens, and return the file of it,
@@ -257,9 +258,9 @@ class Engine:
         return save_costs(found, self.config, self.folder)
 
     def _enqueue(self, request: Request, rounds: int) -> None:
-        if rounds < 1:
+        if integer("rounds", rounds) < 1:
             raise ValueError(f"rounds must be at least 1, got {rounds}")
-        request.patience = min(rounds, SERVE_ROUNDS) if request.params.stop else rounds
+        request.queue(min(rounds, SERVE_ROUNDS) if request.params.stop else rounds)
         self._loop.scheduler.submit(request)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:

@@ -178,8 +178,7 @@ class ExportedPair:
         Raises ValueError as that does, and for logit controls and log-probabilities, which are not
         exported.
         """
-        several = [prompts] if isinstance(prompts, str) else prompts
-        requests = self._intake.requests(several, SamplingParams() if params is None else params)
+        requests = self._intake.requests(prompts, SamplingParams() if params is None else params)
         for index, request in enumerate(requests):
             if request.params.controlled or request.params.logprobs is not None:
                 raise ValueError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 from dspark_jax.accounting import Request
 from dspark_jax.hosts import seed_source
-from dspark_jax.request import SamplingParams
+from dspark_jax.request import SamplingParams, items
 from dspark_jax.state import MAX_STOP_IDS
 from dspark_jax.text import TextStream, Tokenizer
 
@@ -31,15 +32,14 @@ class Intake:
         self._draw_seed = seed_source()
 
     def requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         """A request for each prompt; `params` is one for all or one for each."""
+        kind = "a string or a list of prompts"
+        prompts = [prompts] if isinstance(prompts, str) else items("prompts", prompts, kind)
+        each = settings(params)
         if isinstance(params, SamplingParams):
-            each = [params] * len(prompts)
-        else:
-            each = list(params) if isinstance(params, Sequence) else [params]
-            if not all(isinstance(one, SamplingParams) for one in each):
-                raise ValueError(f"params must be SamplingParams, one or one each, got {params!r}")
+            each *= len(prompts)
         if len(each) != len(prompts):
             raise ValueError(
                 f"got {len(each)} SamplingParams for {len(prompts)} prompts; give one or one each"
@@ -86,6 +86,8 @@ class Intake:
             ids = self.tokenizer_for("a prompt of text").encode(prompt)
         else:
             try:
+                if isinstance(prompt, bytes | Mapping | Set):  # integers, and no ids in order
+                    raise TypeError
                 ids = [operator.index(token) for token in prompt]
             except TypeError:
                 raise ValueError(
@@ -106,3 +108,28 @@ class Intake:
                 f"{purpose} needs a tokenizer, and the checkpoint has none; give token ids"
             )
         return self.tokenizer
+
+
+def settings(params: Any) -> list[SamplingParams]:
+    """One SamplingParams or several, as a list; ValueError for anything else."""
+    several = isinstance(params, Sequence) and not isinstance(params, str)
+    each = list(params) if several else [params]
+    if not all(isinstance(one, SamplingParams) for one in each):
+        raise ValueError(f"params must be SamplingParams, one or one each, got {params!r}")
+    return each
+
+
+def conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or several, as a list; ValueError where they do not hold messages."""
+    single = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
+    several = [messages] if single else messages
+    if not isinstance(several, Sequence) or not all(map(_is_conversation, several)):
+        raise ValueError(
+            'messages must be a list of {"role": ..., "content": ...}, or a list of such lists,'
+            f" got {messages!r}"
+        )
+    return list(several)
+
+
+def _is_conversation(one: Any) -> bool:
+    return isinstance(one, Sequence) and bool(one) and all(isinstance(m, Mapping) for m in one)

@@ -81,7 +81,7 @@ class Loop:
         Raises RuntimeError while requests are running.
         """
         with self._lock, self.clock.pause():
-            if self.scheduler.live():
+            if any(one.finish_reason is None for one in self.scheduler.live()):
                 raise RuntimeError("requests are running; warm up before the first one")
             self._state = None  # its memory must be free before another takes its own
             tiers = [Tier.of([one], batch) for batch in batches for one in each]
@@ -96,7 +96,7 @@ class Loop:
     def let_go(self) -> None:
         """Free the memory of the state until the next step; RuntimeError while requests run."""
         with self._lock:
-            if self.scheduler.live():
+            if any(one.finish_reason is None for one in self.scheduler.live()):
                 raise RuntimeError("requests are running; let them end first")
             self._state = None
 

@@ -28,7 +28,8 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _integer(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
+    """The value as an int; ValueError, with the name, where it is none."""
     try:
         _require(not isinstance(value, bool), f"{name} must be an integer, got {value}")
         return operator.index(value)
@@ -45,7 +46,8 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
+def items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
+    """The values as a tuple; ValueError, with the name and the kind, where they are none."""
     try:
         return tuple(values)
     except TypeError:
@@ -58,8 +60,7 @@ def _bias(given: Any) -> dict[int, float]:
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias must map ids to numbers, got {given!r}") from None
     bias = {
-        _integer("logit_bias", token): _number("logit_bias", value)
-        for token, value in pairs.items()
+        integer("logit_bias", token): _number("logit_bias", value) for token, value in pairs.items()
     }
     _require(len(bias) <= MAX_BIAS, f"logit_bias has {len(bias)} entries, at most {MAX_BIAS} fit")
     _check_ids("logit_bias ids", tuple(bias))
@@ -114,8 +115,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        self._settle("max_tokens", _integer("max_tokens", self.max_tokens))
-        self._settle("top_k", _integer("top_k", self.top_k))
+        self._settle("max_tokens", integer("max_tokens", self.max_tokens))
+        self._settle("top_k", integer("top_k", self.top_k))
         for name in ("temperature", "top_p", "min_p"):
             self._settle(name, _number(name, getattr(self, name)))
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
@@ -131,21 +132,21 @@ class SamplingParams:
         _require(self.top_k >= 0, f"top_k cannot be negative (0 is off), got {self.top_k}")
         _require(0 <= self.min_p <= 1, f"min_p must be within 0 and 1, got {self.min_p}")
         if self.seed is not None:
-            self._settle("seed", _integer("seed", self.seed))
+            self._settle("seed", integer("seed", self.seed))
             _require(0 <= self.seed < 2**64, f"seed must be within 0 and 2**64 - 1: {self.seed}")
         self._check_stops()
         self._check_controls()
 
     def _check_stops(self) -> None:
         kind = "a string or a list of strings"
-        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, kind)
+        stop = (self.stop,) if isinstance(self.stop, str) else items("stop", self.stop, kind)
         _require(
             all(isinstance(s, str) and s for s in stop),
             f"stop must hold strings that are not empty, got {stop!r}",
         )
         self._settle("stop", stop)
-        given = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        ids = tuple(_integer("stop_token_ids", i) for i in given)
+        given = items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        ids = tuple(integer("stop_token_ids", i) for i in given)
         _check_ids("stop_token_ids", ids)
         self._settle("stop_token_ids", ids)
         _require(
@@ -155,12 +156,12 @@ class SamplingParams:
 
     def _check_controls(self) -> None:
         if self.logprobs is not None:
-            self._settle("logprobs", _integer("logprobs", self.logprobs))
+            self._settle("logprobs", integer("logprobs", self.logprobs))
             _require(
                 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"logprobs must be within 0 and {MAX_LOGPROBS}, got {self.logprobs}",
             )
-        self._settle("min_tokens", _integer("min_tokens", self.min_tokens))
+        self._settle("min_tokens", integer("min_tokens", self.min_tokens))
         _require(
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens must be within 0 and max_tokens {self.max_tokens}, got {self.min_tokens}",

@@ -244,7 +244,9 @@ def test_a_pause_of_the_clock_is_charged_to_nobody():
     assert made.seconds == 0.0
     made.start(clock)
     with clock.pause():
+        begin = clock()
         time.sleep(0.2)
+        assert clock() == begin  # of another thread that looks meanwhile
     made.take_first(5)
     made.take_round([6], accepted=0, proposed=0, done=True)
     assert 0 < made.seconds < 0.1

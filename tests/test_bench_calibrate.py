@@ -131,6 +131,7 @@ def test_prompts_of_a_file_are_halved(tmp_path):
         (("--draft", "none"), "has no confidence head"),
         (("--num-prompts", 1), "two prompts are the least"),
         (("--out", "/no/such/file"), "its folder does not exist"),
+        (("--out", "/"), "--out / is a folder; name a file"),
         (("--chart", "x.jpg"), "name a file that ends in .svg or .png"),
     ],
 )

@@ -21,6 +21,7 @@ DEMO = Path(__file__).parent.parent / "dspark_jax" / "demo" / "target"
 CONFIG = tiny_config(vocab=17)
 VOCABULARY = CONFIG.target.vocab_size
 PARAMS = random_params(CONFIG, scale=0.15)  # mild logits: drafts are accepted now and then
+SHORT = SamplingParams(max_tokens=4)
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], list(range(9)), [5] * 17]
 
 
@@ -215,7 +216,38 @@ def test_other_wrong_calls_are_named(engine):
         engine.stream([])  # at the call, not at the first chunk
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda engine: engine.generate(5), "prompts must be a string or a list of prompts, got 5"),
+        (lambda engine: engine.submit(b"ab"), "must be a string or a list of token ids, got b'ab'"),
+        (lambda engine: engine.submit({1, 2}), "must be a string or a list of token ids"),
+        (
+            lambda engine: engine.submit([1], SHORT, rounds="3"),
+            "rounds must be an integer, got '3'",
+        ),
+        (
+            lambda engine: engine.submit([1], SHORT, rounds=1.5),
+            "rounds must be an integer, got 1.5",
+        ),
+        (lambda engine: engine.cancel(None), "a request that submit gave, got None"),
+        (lambda engine: engine.chat(5), "messages must be a list of .* got 5"),
+        (lambda engine: engine.chat({"role": "user"}), "messages must be a list of"),
+        (lambda engine: engine.chat([[]]), "messages must be a list of"),
+        (lambda engine: engine.warmup(3), "params must be SamplingParams"),
+        (lambda engine: engine.warmup(batches=3), "batches must be a list, got 3"),
+        (lambda engine: engine.warmup(batches=[1.5]), "a batch must be an integer, got 1.5"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(engine, call, words):
+    with pytest.raises(ValueError, match=words):
+        call(engine)
+    assert not engine.busy
+
+
 def test_numpy_ids_and_no_prompts(engine):
+    prompts = (prompt for prompt in PROMPTS[:2])
+    assert len(engine.generate(prompts, SamplingParams(max_tokens=4))) == 2
     params = SamplingParams(max_tokens=4)
     assert engine.generate([np.array([3])], params)[0].token_ids == (
         engine.generate([[3]], params)[0].token_ids

@@ -314,6 +314,35 @@ def test_a_cancelled_task_cancels_its_request(engine):
     assert not engine.busy
 
 
+def test_what_ended_but_holds_its_slot_is_in_nobodys_way(engine, solo):
+    left = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:4]]
+    engine.step()
+    for request in left:
+        engine.cancel(request)
+    engine.warmup(GREEDY, batches=[1])
+    engine._loop.let_go()
+    assert engine.generate([PROMPTS[3]], GREEDY)[0].token_ids == solo(PROMPTS[3], GREEDY)
+    running = engine.submit(PROMPTS[0], GREEDY)
+    engine.step()
+    with pytest.raises(RuntimeError, match="requests are running"):
+        engine.warmup(GREEDY, batches=[1])
+    engine.cancel(running)
+    finish(engine)
+
+
+def test_a_request_is_served_once(engine, solo):
+    (first, second) = engine.prepare(PROMPTS[:2], GREEDY)
+    running = engine.serve([first])
+    next(running)
+    with pytest.raises(ValueError, match="a request is served once; prepare another"):
+        list(engine.serve([second, first]))
+    assert second.finish_reason == "cancelled"
+    list(running)
+    assert first.result().token_ids == solo(PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match="served once"):
+        list(engine.serve([first]))
+
+
 def test_errors_of_a_stream_come_at_the_call(engine):
     async def main():
         with pytest.raises(ValueError, match="is empty"):
