@@ -55,7 +55,7 @@ def summarize(events: Sequence[Event], kernels: Kernels, rounds: int) -> dict[st
             continue
         kind = kernels.class_of(event.name, one)
         found = kernels.stage_of(one)
-        if found != OTHER or (one is not None and one.op_name):
+        if found != OTHER or kind == "copies" or (one is not None and one.op_name):
             stage = found  # else a kernel of this package: it follows what it works on
         times["classes"][kind] += event.time_us
         times["stages"][stage] += event.time_us
