@@ -155,7 +155,8 @@ class Programs:
         state = self.admit(tier, state, 0, request)
         state, _ = self.prefill(tier, state, PromptChunk(0, request, [0], last=True))
         state, _ = self.run_rounds(tier, state, 1)
-        return self.release(tier, state, range(tier.batch))
+        state = self.release(tier, state, range(tier.batch))
+        return jax.block_until_ready(state)  # or the first request would be timed with it
 
     def admit(self, tier: Tier, state: DecodeState, slot: int, request: Request) -> DecodeState:
         """Give a slot to a request."""
