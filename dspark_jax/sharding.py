@@ -57,10 +57,10 @@ def make_mesh(tensor: int, data: int) -> Mesh | None:
     """
     devices, count = jax.devices(), tensor * data
     if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
-        rule = "need" if jax.process_count() == 1 else "must be as many as there are, got"
+        rule = "" if jax.process_count() == 1 else "; several processes use all of them"
         raise ValueError(
-            f"tensor_parallel {tensor} x data_parallel {data} {rule} {count} devices, found"
-            f" {len(devices)}"
+            f"tensor_parallel {tensor} x data_parallel {data} need {count} devices, found"
+            f" {len(devices)}{rule}"
         )
     if count == 1:
         return None
@@ -68,9 +68,18 @@ def make_mesh(tensor: int, data: int) -> Mesh | None:
 
 
 def adopt_mesh(mesh: Mesh) -> Mesh:
-    """A caller's mesh, its axes left to the partitioner; ValueError without the two names."""
+    """A caller's mesh, its axes left to the partitioner.
+
+    Raises ValueError without the two names, or where processes would be left without a device.
+    """
     if set(mesh.axis_names) != {DATA, TENSOR}:
         raise ValueError(f"mesh must have the axes {DATA} and {TENSOR}, got {mesh.axis_names}")
+    holders = {device.process_index for device in mesh.devices.flat}
+    if len(holders) < jax.process_count():
+        raise ValueError(
+            f"mesh must hold devices of all {jax.process_count()} processes, got those of"
+            f" {len(holders)}: every process makes the same calls"
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * 2)
 
 

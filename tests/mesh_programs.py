@@ -25,7 +25,7 @@ from dspark_jax.layers import abstract_params
 from dspark_jax.memory import plan_memory
 from dspark_jax.sharding import abstract_state, make_mesh, param_shardings, use_mesh
 from dspark_jax.target import Target
-from tests.tiny import decoding, tiny_config, tiny_layers
+from tests.tiny import decoding, quick_compilation, tiny_config, tiny_layers
 
 LAYERS = tiny_layers(num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=32)
 CONFIG = tiny_config(vocab=64, draft={"layers": replace(LAYERS, num_layers=2, windows=())})
@@ -57,7 +57,8 @@ def test_the_command_line_refuses_in_one_sentence(capsys: pytest.CaptureFixture[
 def test_the_commands_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     (command,) = re.findall(r"-m dspark_jax\.generate (.*-parallel .*)", readme)
-    assert main([*command.split(), "--max-tokens", "4"]) == 0
+    with quick_compilation():
+        assert main([*command.split(), "--max-tokens", "4"]) == 0
     written = capsys.readouterr()
     assert "4 x cpu (cpu) as tensor 2 x data 2, float32, xla, memory of each " in written.err
     assert written.out
@@ -158,7 +159,8 @@ def test_each_device_holds_its_share() -> None:
 def test_bench_step_measures_on_a_mesh(tmp_path: Path) -> None:
     out = tmp_path / "step.jsonl"
     flags = ["--tensor-parallel", "2", "--data-parallel", "2", "--out", str(out)]
-    assert step.main([*flags, "--batch", "2", "--cached", "8", "--step", "verify_step"]) == 0
+    with quick_compilation():
+        assert step.main([*flags, "--batch", "2", "--cached", "8", "--step", "verify_step"]) == 0
     (line,) = map(json.loads, out.read_text().splitlines())
     assert line["shape"]["mesh"] == {"tensor": 2, "data": 2}
     mesh = make_mesh(2, 2)

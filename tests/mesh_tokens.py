@@ -58,7 +58,10 @@ def test_biased_projections_of_four_heads() -> None:
 
 @pytest.fixture(scope="module")
 def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder, pair = tmp_path_factory.mktemp("pair"), TinyPair(heads=8, kv_heads=4, depth=5)
+    folder, pair = (
+        tmp_path_factory.mktemp("pair"),
+        TinyPair(heads=8, kv_heads=4, depth=3, taps=(0, 1)),
+    )
     return write_target(folder / "target", pair), write_draft(folder / "draft", pair, "deepspec")
 
 
@@ -68,19 +71,26 @@ def test_eight_query_and_four_key_heads(eight_heads: tuple[Path, Path]) -> None:
     assert decode(eight_heads, 4, 1, both) == decode(eight_heads, 1, 1, both)
 
 
-def test_prompt_lookup(eight_heads: tuple[Path, Path]) -> None:
-    pair = (eight_heads[0], "ngram")
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the engine does around the networks is compiled with as little of them as there is."""
+    folder, pair = tmp_path_factory.mktemp("shallow"), TinyPair(depth=2, draft_depth=1, taps=(0,))
+    return write_target(folder / "target", pair), write_draft(folder / "draft", pair, "deepspec")
+
+
+def test_prompt_lookup(shallow: tuple[Path, Path]) -> None:
+    pair = (shallow[0], "ngram")
     assert decode(pair, 2, 2) == decode(pair, 1, 1)
 
 
-def test_requests_with_controls_and_log_probabilities(eight_heads: tuple[Path, Path]) -> None:
+def test_requests_with_controls_and_log_probabilities(shallow: tuple[Path, Path]) -> None:
     params = SamplingParams(
         max_tokens=12, temperature=0.7, seed=3, logprobs=2, frequency_penalty=0.4, min_tokens=8
     )
     found = []
     for tensor, data in ((1, 1), (2, 2)):
         sizes = {"tensor_parallel": tensor, "data_parallel": data}
-        engine = load(*eight_heads, max_batch=2, **OPTIONS, **sizes)
+        engine = load(*shallow, max_batch=2, **OPTIONS, **sizes)
         found.append(engine.generate(PROMPTS[:2], params))
     for alone, spread in zip(*found, strict=True):
         assert alone.token_ids == spread.token_ids
@@ -89,12 +99,12 @@ def test_requests_with_controls_and_log_probabilities(eight_heads: tuple[Path, P
             assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-5)
 
 
-def test_rows_that_move_to_another_batch(eight_heads: tuple[Path, Path]) -> None:
+def test_rows_that_move_to_another_batch(shallow: tuple[Path, Path]) -> None:
     found = []
     for tensor, data in ((1, 1), (2, 2)):
         sizes = {"tensor_parallel": tensor, "data_parallel": data}
-        engine = load(*eight_heads, max_batch=4, report=lambda line: None, **OPTIONS, **sizes)
-        engine.warmup(GREEDY, batches=[2, 4])
+        engine = load(*shallow, max_batch=4, report=lambda line: None, **OPTIONS, **sizes)
+        engine.warmup(GREEDY, batches=[data, 4])
         handles = [engine.submit(PROMPTS[0], SamplingParams(max_tokens=40), rounds=1)]
         engine.step()
         engine.step()

@@ -42,8 +42,8 @@ def test_a_pair_in_float32_does_not_drift(tmp_path, monkeypatch, capsys):
     config = tiny_config()
     params = random_params(config, scale=0.15)
     engines = [
-        Engine(config, params, max_batch=2, report=lambda line: None),
-        Engine(plain_config(config), {"target": params["target"]}, max_batch=2),
+        Engine(config, params, max_batch=3, report=lambda line: None),
+        Engine(plain_config(config), {"target": params["target"]}, max_batch=3),
     ]
     monkeypatch.setattr("bench.drift.load_drafts", lambda *_: engines)
     monkeypatch.setattr("bench.drift.PROMPTS", ([1, 2, 3], [7], [20, 4, 4, 4]))

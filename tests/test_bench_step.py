@@ -9,7 +9,7 @@ from bench import hlo, step
 from bench.__main__ import main
 from bench.loops import compile_loops
 from bench.step import derive
-from tests.tiny import random_params, tiny_config
+from tests.tiny import quick_compilation, random_params, tiny_config
 
 PROGRAM = """HloModule jit_rounds, entry_computation_layout={(f32[8,64]{1,0})->f32[8,64]{1,0}}
 
@@ -139,7 +139,8 @@ def test_derived_figures_by_hand():
 def test_the_embedded_pair(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.loops.REPEATS", 1)
     out, chart = tmp_path / "steps.jsonl", tmp_path / "steps.svg"
-    code = main(["step", "--cached", "20", "60", "--out", str(out), "--chart", str(chart)])
+    with quick_compilation():
+        code = main(["step", "--cached", "20", "60", "--out", str(out), "--chart", str(chart)])
     assert code == 0
     found = [json.loads(line) for line in out.read_text().splitlines()]
     names = ("plain_decode", "draft_step", "verify_step", "round")

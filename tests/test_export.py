@@ -34,7 +34,8 @@ def compile_quickly():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder, tiny = tmp_path_factory.mktemp("pair"), TinyPair()
+    folder = tmp_path_factory.mktemp("pair")
+    tiny = TinyPair(depth=3, draft_depth=1, taps=(0, 1))
     return write_target(folder / "target", tiny), write_draft(folder / "draft", tiny, "deepspec")
 
 

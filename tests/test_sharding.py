@@ -73,6 +73,7 @@ def test_two_processes_decode_as_one_and_read_their_own_parts(store: Path) -> No
     assert found[0]["tokens"] == alone["tokens"]
     assert alone["share"] == 1.0
     for process in found:
+        assert "devices of all 2 processes, got those of 1" in process["refused"]
         assert process["share"] < 0.6
         assert process["read"] <= 1.1 * process["share"] * alone["read"]
 

@@ -12,6 +12,7 @@ import tensorstore
 from jax.sharding import Mesh
 
 from dspark_jax import SamplingParams, load
+from tests.tiny import quick_compilation
 
 PROMPTS = ["def f(x):\n", "import os\n", "class A"]
 PARAMS = [
@@ -33,14 +34,15 @@ def decode(
 ) -> dict[str, Any]:
     """Tokens, seeds, bytes read of the store, and the share of it that this process must hold."""
     before = bytes_read()
-    engine = load(store, mesh=mesh, max_length=64, max_batch=4, dtype="float32")
+    engine = load(store, mesh=mesh, max_length=64, max_batch=4, dtype="float32", prefill_chunk=16)
     read, leaves = bytes_read() - before, jax.tree.leaves(engine.params)
     places = {
         (i, str(shard.index)): shard.data.nbytes
         for i, leaf in enumerate(leaves)
         for shard in leaf.addressable_shards
     }
-    results = engine.generate(PROMPTS, params)
+    with quick_compilation():
+        results = engine.generate(PROMPTS, params)
     return {
         "tokens": [result.token_ids for result in results],
         "seeds": [result.seed for result in results],
@@ -55,4 +57,9 @@ if __name__ == "__main__":
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
     # Heads are split between the processes, slots inside each.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2).T, ("data", "tensor"))
-    print(json.dumps(decode(store, mesh)))
+    found = decode(store, mesh)
+    try:
+        load(store, mesh=Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "tensor")))
+    except ValueError as error:
+        found["refused"] = str(error)
+    print(json.dumps(found))
