@@ -68,14 +68,15 @@ def _context(spec: context_kv.Spec) -> Case:
 
 
 def _walk(spec: markov_walk.Spec) -> Case:
-    logits = (spec.batch, spec.slots, spec.vocabulary)
+    slots = min(spec.slots, 2)  # the first slot's kernel is one, those of all others are another
+    logits = (spec.batch, slots, spec.vocabulary)
     base, head = _shape(*logits, dtype=jnp.float32), _shape(spec.vocabulary, spec.rank)
     operands = (base, head, head, _shape(spec.batch, dtype=jnp.int32))
     if spec.noise:
         operands = (*operands, base, _shape(spec.batch, dtype=jnp.float32))
     config = markov_walk.choose_config(spec.batch, spec.vocabulary, spec.rank)
     function = partial(markov_walk.markov_walk_kernel, config=config)
-    return Case(str(spec), function, operands, logits, (0,), spec.slots)
+    return Case(str(spec), function, operands, logits, (0,), slots)
 
 
 def _matmul(spec: fused_matmul.Spec) -> Case:
