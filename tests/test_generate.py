@@ -412,6 +412,15 @@ def run_process(arguments, cache, **options):
     )
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """A job in a shell's background ignores the signal, and so would all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_the_process_keeps_compiled_programs_stops_on_ctrl_c_and_survives_a_closed_pipe(tmp_path):
     cache = tmp_path / "cache"
     with run_process(["--max-tokens", "8"], cache) as process:
