@@ -42,12 +42,12 @@ pytestmark = needs_compiler
 TARGET_LAYERS, DRAFT_LAYERS, BATCH = 2, 1, 2
 
 
-def small_pair(implementation: str, depth: int = TARGET_LAYERS) -> ModelConfig:
+def small_pair(implementation: str) -> ModelConfig:
     """A pair whose heads the kernels take."""
     layers = LayersConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_layers=depth,
+        num_layers=TARGET_LAYERS,
         num_heads=6,
         num_kv_heads=2,
         head_dim=64,
@@ -89,7 +89,7 @@ def compile_round(config: ModelConfig, capability: str) -> str:
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
 def test_auto_has_no_kernel_on_other_gpus(capability):
     with quick_compilation():
-        assert kernel_calls(compile_round(small_pair("auto", depth=1), capability)) == 0
+        assert kernel_calls(compile_round(small_pair("auto"), capability)) == 0
 
 
 @pytest.mark.parametrize("capability", ["8.0", "12.0"])
