@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
-from bench.charts import COLOURS
+from bench.charts import COLOURS, svg_text
 
 Line = dict[str, Any]
 # Title of a panel -> for each position, points of a chance that was told and the share accepted.
@@ -19,8 +18,10 @@ Curves = dict[str, list[list[tuple[float, float]]]]
 def save(name: str, data: Any, path: Path) -> None:
     """Draw the chart of a name into an SVG or PNG file."""
     figure = CHARTS[name](data)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    if path.suffix == ".svg":
+        path.write_text(svg_text(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=150)
 
 
 def step_chart(lines: Sequence[Line]) -> Figure:
