@@ -13,7 +13,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from bench.loops import Loop, compile_loops, rewind
 from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, filled_state
 from bench.output import append_lines, check_chart, check_out, save_chart
-from bench.step import PAPER_LENGTH, ROOM, Line, pair
+from bench.step import PAPER_LENGTH, ROOM, Line, pair, rounds_alone
 from bench.trace import Event, gaps_us, record_events
 from convert.flags import Parser
 from dspark_jax.generate import tell
@@ -172,13 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     length = options.cached + ROOM
     mesh = mesh_of(options, [options.batch])
     config, params = pair(options.model, options.dtype, mesh, max_length=length)
-    switches = {
-        "implementation": options.implementation,
-        "sampled": options.sampled,
-        "max_length": length,
-        "prefill_chunk": 1,  # no prompt is run
-    }
-    config = replace(config, decode=replace(config.decode, **switches))
+    config = rounds_alone(config, options.implementation, options.sampled, length)
     lines = []
     for loop in compile_loops(config, params, options.batch, COLUMNS, mesh):
         tell(f"tracing {options.rounds} rounds of {loop.name}")

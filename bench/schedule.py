@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.models import SIZES
 from bench.modes import MODES, Bench, Program, compile_programs
 from bench.output import append_lines, check_out
-from bench.step import pair
+from bench.step import pair, rounds_alone
 from bench.synthetic import CURVES, Curve
 from convert.flags import Parser
 from dspark_jax.generate import tell
@@ -185,10 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(*options.batch, options.cached, options.calls) < 1:
         raise ValueError("--batch, --cached and --calls must be positive")
     check_out(options.out)
-    room = {"max_length": options.cached + ROOM, "prefill_chunk": 1}  # no prompt is run
-    config, params = pair(options.model, options.dtype, **room)
-    switches = {"sampled": options.sampled, "implementation": options.implementation}
-    config = replace(config, decode=replace(config.decode, **switches, **room))
+    length = options.cached + ROOM
+    config, params = pair(options.model, options.dtype, max_length=length)
+    config = rounds_alone(config, options.implementation, options.sampled, length)
     modes = [mode for mode in MODES if mode in {*options.mode, "scheduled"}]
     lines: list[Line] = []
     for batch in dict.fromkeys(options.batch):  # one after the other: what is done is on record

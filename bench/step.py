@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +205,23 @@ def pair(
     return config, random_params(config, mesh)
 
 
+def rounds_alone(
+    config: ModelConfig,
+    implementation: Literal["auto", "pallas", "xla"],
+    sampled: bool,
+    length: int,
+) -> ModelConfig:
+    """`config` with caches of `length` rows, in which no prompt is run."""
+    decode = replace(
+        config.decode,
+        implementation=implementation,
+        sampled=sampled,
+        max_length=length,
+        prefill_chunk=1,
+    )
+    return replace(config, decode=decode)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `bench step`."""
     parser = Parser(prog="bench step", description=__doc__, allow_abbrev=False)
@@ -248,13 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, params = pair(options.model, options.dtype, mesh, max_length=length)
     lines = []
     for wanted in options.implementation:
-        switches = {
-            "implementation": wanted,
-            "sampled": options.sampled,
-            "max_length": length,
-            "prefill_chunk": 1,  # no prompt is run
-        }
-        fitted = replace(config, decode=replace(config.decode, **switches))
+        fitted = rounds_alone(config, wanted, options.sampled, length)
         for batch in options.batch:
             loops = compile_loops(fitted, params, batch, options.step, mesh)
             found = measure(options.model, loops, params, (batch, options.cached), rate)
