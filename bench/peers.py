@@ -41,6 +41,7 @@ TITLES = {
     "torch_decode": "plain decoding, transformers (static cache, compiled on a GPU)",
     "torch_round": "DSpark round, eager PyTorch",
 }
+STEP_ROWS = 8  # that a round of seven drafts may add
 Timer = Callable[[], float]  # microseconds of a step
 
 
@@ -149,6 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if not 1 <= options.acceptance < inf:
         raise ValueError("--acceptance: an acceptance length is at least 1")
+    for flag, rows in (("--tokens", options.tokens), ("--rounds", options.rounds * STEP_ROWS)):
+        if rows > ROOM // 2:  # the rest is for what runs before the clock does
+            raise ValueError(f"{flag} would add {rows} cache rows, at most {ROOM // 2} fit")
     check_out(options.out)
     if not find_spec("torch"):
         raise ValueError("PyTorch is not installed beside this package: pip install torch")

@@ -76,15 +76,15 @@ class Request:
         self._clock: Callable[[], float] = time.perf_counter
         self.started: float | None = None  # on the clock that `start` brought
         self._ended: float | None = None
-        self._queued = False
+        self.loop: object | None = None  # that has or had it
         self._lock = threading.Lock()
 
-    def queue(self, patience: int) -> None:
-        """Note that a loop has it; ValueError where one has or had it: two would mix its tokens."""
+    def queue(self, patience: int, loop: object) -> None:
+        """Note which loop has it; ValueError where one has or had it: two would mix its tokens."""
         with self._lock:
-            if self._queued:
+            if self.loop is not None:
                 raise ValueError("a request is served once; prepare another for the same prompt")
-            self._queued, self.patience = True, patience
+            self.loop, self.patience = loop, patience
 
     def start(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """The request got its slot: its time begins."""

@@ -219,9 +219,12 @@ class Engine:
         """End a request where it stands, waiting or running; its slot falls free at the next step.
 
         Its finish reason is "cancelled", its result what it has got; one that has ended stays.
+        Raises ValueError for what was not submitted here.
         """
         if not isinstance(request, Request):
             raise ValueError(f"cancel takes a request that submit gave, got {request!r}")
+        if request.loop is not self._loop:
+            raise ValueError("the request was not submitted to this engine; cancel it where it was")
         request.cancel()
 
     def warmup(
@@ -260,7 +263,8 @@ class Engine:
     def _enqueue(self, request: Request, rounds: int) -> None:
         if integer("rounds", rounds) < 1:
             raise ValueError(f"rounds must be at least 1, got {rounds}")
-        request.queue(min(rounds, SERVE_ROUNDS) if request.params.stop else rounds)
+        most = min(rounds, SERVE_ROUNDS) if request.params.stop else rounds
+        request.queue(most, self._loop)
         self._loop.scheduler.submit(request)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:

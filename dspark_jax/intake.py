@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from dspark_jax.accounting import Request
 from dspark_jax.hosts import seed_source
-from dspark_jax.request import SamplingParams, items
+from dspark_jax.request import SamplingParams, integer, items
 from dspark_jax.state import MAX_STOP_IDS
 from dspark_jax.text import TextStream, Tokenizer
 
@@ -56,8 +55,8 @@ class Intake:
         if total > limit:
             raise ValueError(
                 f"{name} has {len(ids)} tokens, with max_tokens {params.max_tokens} that makes"
-                f" {total}, above max_length {limit}; shorten it, lower max_tokens or load with a"
-                " larger max_length"
+                f" {total}, above max_length {limit}; shorten it, lower max_tokens or raise"
+                " max_length"
             )
         stop_ids = set(params.stop_token_ids) | set(() if params.ignore_eos else self.stop_ids)
         if len(stop_ids) > MAX_STOP_IDS:
@@ -88,8 +87,8 @@ class Intake:
             try:
                 if isinstance(prompt, bytes | Mapping | Set):  # integers, and no ids in order
                     raise TypeError
-                ids = [operator.index(token) for token in prompt]
-            except TypeError:
+                ids = [integer("a token id", token) for token in prompt]
+            except (TypeError, ValueError):
                 raise ValueError(
                     f"{name} must be a string or a list of token ids, got {prompt!r}"
                 ) from None

@@ -85,6 +85,15 @@ def test_without_torch_one_sentence(monkeypatch, capsys):
     assert err == "bench peers: PyTorch is not installed beside this package: pip install torch\n"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "rows"), [("--tokens", 6000, 6000), ("--rounds", 600, 4800)]
+)
+def test_more_than_the_cache_holds_is_refused(flag, value, rows, capsys):
+    assert main(["peers", flag, str(value)]) == 2
+    expected = f"bench peers: {flag} would add {rows} cache rows, at most 256 fit\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_another_architecture_is_refused():
     with pytest.raises(ValueError, match="run Qwen3 alone"):
         qwen3_config(tiny_layers(windows=(4, 0)), 7, False, 64)

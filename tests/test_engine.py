@@ -188,6 +188,7 @@ def test_prompt_and_output_may_fill_max_length_exactly(engine):
         ([[-1]], "prompt 0 holds id -1"),
         ([1, 2], "prompt 0 must be a string or a list of token ids"),
         ([[1.5]], "must be a string or a list of token ids"),
+        ([[True, False]], "must be a string or a list of token ids"),
         ("text", "needs a tokenizer"),
     ],
 )

@@ -299,6 +299,17 @@ def test_streams_of_asyncio_decode_together_and_leave_the_loop_free(engine, solo
     finish(engine)
 
 
+def test_only_the_engine_that_has_a_request_cancels_it(engine, solo):
+    other = Engine(CONFIG, PARAMS, max_batch=1)
+    request = engine.submit(PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match="was not submitted to this engine"):
+        other.cancel(request)
+    finish(engine)
+    assert request.result().token_ids == solo(PROMPTS[0], GREEDY)
+    engine.cancel(request)  # it has ended, and stays
+    assert request.finish_reason == "length"
+
+
 def test_a_cancelled_task_cancels_its_request(engine):
     async def main():
         task = asyncio.ensure_future(read(engine, PROMPTS[0], replace(GREEDY, max_tokens=60)))
