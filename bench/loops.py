@@ -49,7 +49,8 @@ def draft_steps(
         if context.features.shape[-1]:  # else the context rows would be computed once for all
             drawn = (anchor % 2).astype(context.features.dtype)
             context = replace(context, features=context.features.at[:, 0, 0].set(drawn))
-        return replace(state, anchor=anchor, context=context), proposal.probs
+        again = replace(state, anchor=anchor, context=context, context_len=carry[0].context_len)
+        return again, proposal.probs
 
     laws = jnp.zeros_like(_proposal(config, params, state).probs)
     state, laws = jax.lax.fori_loop(0, times, step, (state, laws))

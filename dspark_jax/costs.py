@@ -103,10 +103,11 @@ def measure_batch(config: ModelConfig, params: Params, batch: int) -> BatchCosts
 
 
 def _rewind(state: DecodeState, cached: int) -> DecodeState:
+    waiting = min(cached, state.context.tokens.shape[1])  # plain rounds absorb it, once
     return replace(
         state,
         cached=jnp.full_like(state.cached, cached),
-        context_len=jnp.zeros_like(state.context_len),
+        context_len=jnp.full_like(state.context_len, waiting),
         done=jnp.zeros_like(state.done),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,33 +71,50 @@ def drafted_round(
 def plain_round(
     config: ModelConfig, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepOutput]:
-    """The anchors alone, one row each; the draft's cache still takes the context in."""
-    state = absorb(config, params, state)
+    """The anchors alone, one row each, which wait as context until a block of them is full."""
+    state = make_room(config, params, state)
     _, nothing = NONE.propose(config, params, state)
-    verified = _verify_rows(config, params, WHOLE, state, nothing)
+    cache, rows, output = _verify_rows(config, params, WHOLE, state, nothing)
     missing = config.decode.num_drafts
 
     def widen(x: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
-    cache, rows, output = verified
     output = replace(
         output,
         tokens=widen(output.tokens),
         logprobs=jax.tree.map(widen, output.logprobs),
         possible=widen(output.possible) if config.decode.ceiling else output.possible,
     )
-    state, output = _commit(config, state, (cache, jax.tree.map(widen, rows), output))
+    state, output = _commit(config, state, (cache, rows, output))
     return replace(state, gains=replace(state.gains, idle=state.gains.idle + 1)), output
 
 
+def make_room(config: ModelConfig, params: Params, state: DecodeState) -> DecodeState:
+    """Absorb where a running row has no place for one more row of context.
+
+    To read the weights of the context path in every plain round would be the price of resting.
+    """
+    full = (state.context_len >= config.decode.step_rows) & ~state.done
+
+    def waiting() -> tuple[Any, Array]:
+        return state.draft, state.context_len
+
+    def none_waiting() -> tuple[Any, Array]:
+        emptied = absorb(config, params, state)
+        return emptied.draft, emptied.context_len
+
+    own, context_len = jax.lax.cond(jnp.any(full), none_waiting, waiting)
+    return replace(state, draft=own, context_len=context_len)
+
+
 def absorb(config: ModelConfig, params: Params, state: DecodeState) -> DecodeState:
-    """Take the rows that wait since the last verify pass into the drafter's own state."""
-    waiting = state.cached - state.context_len
+    """Take the rows that wait into the drafter's own state."""
+    begin = state.cached - state.context_len
     own = drafter_of(config).absorb(
-        config, params, state.draft, state.context, waiting, state.context_len
+        config, params, state.draft, state.context, begin, state.context_len
     )
-    return replace(state, draft=own)
+    return replace(state, draft=own, context_len=jnp.zeros_like(state.context_len))
 
 
 def propose(
@@ -196,12 +214,27 @@ def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeS
     advance = jnp.minimum(emitted, state.limit - state.cached)
     places = jnp.maximum(emitted - 1, 0)[:, None]
     anchor = jnp.take_along_axis(output.tokens, places, axis=1)[:, 0]
+    # Cut like `cached`: the next draft writes the context at their difference.
+    context, context_len = _join(state, rows, advance)
     return replace(
         state,
-        cached=jnp.where(finished, state.cached, state.cached + advance),
-        anchor=jnp.where(finished, state.anchor, anchor),
+        cached=kept(state.cached, state.cached + advance),
+        anchor=kept(state.anchor, anchor),
         done=output.counts[:, 3] > 0,
-        context=jax.tree.map(kept, state.context, rows),
-        # Cut like `cached`: the next draft writes the context at their difference.
-        context_len=jnp.where(finished, state.context_len, advance),
+        context=jax.tree.map(kept, state.context, context),
+        context_len=kept(state.context_len, context_len),
     )
+
+
+def _join(
+    state: DecodeState, rows: ContextRows, advance: Int[Array, " B"]
+) -> tuple[ContextRows, Int[Array, " B"]]:
+    """Context that waits after a pass: all there is room for, or a row behind the others."""
+    batch, width = rows.tokens.shape
+    if width == state.context.tokens.shape[1]:
+        return rows, advance  # none waited: a whole pass follows a draft, which absorbs
+    places = jnp.arange(batch)[:, None], state.context_len[:, None] + jnp.arange(width)
+    joined = jax.tree.map(
+        lambda old, new: old.at[places].set(new, mode="drop"), state.context, rows
+    )
+    return joined, state.context_len + advance

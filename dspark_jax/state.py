@@ -108,7 +108,7 @@ class DecodeState:
     controls: Controls
     target: KVCache
     draft: Any
-    context: ContextRows  # of the last verify pass
+    context: ContextRows  # committed rows that the drafter has yet to absorb
     context_len: Int[Array, " B"]
     gains: Any  # Gains where verification is scheduled, else ()
 

@@ -280,6 +280,41 @@ def test_texts_equal_plain_decoding_whatever_the_schedule(plain_cost, agreeing) 
         assert int(state.gains.wait) > schedule.FIRST_WAIT
 
 
+def test_context_waits_through_plain_rounds_and_is_all_absorbed() -> None:
+    """After any number of them, of rows that came at different times, the draft sees every row."""
+    config = scheduled(tiny_config(), tokens=(4, 10), rounds=(1.0, 1.5))
+    params = tiny.random_params(config)
+    plain, propose = (
+        jax.jit(one, static_argnums=0) for one in (rounds.plain_round, rounds.propose)
+    )
+    state = decode.init_state(config, ROWS)
+    texts = [[1, 2, 3], [7, 8, 9, 4, 5]]
+    arrivals, waiting = {0: 0, 3: 1}, []
+    for count in range(12):
+        if count in arrivals:
+            slot = arrivals[count]
+            state, first = tiny.start(config, params, state, slot, Request(texts[slot], 40))
+            texts[slot].append(first)
+        state, output = plain(config, params, state)
+        waiting.append(tuple(state.context_len.tolist()))
+        for slot in range(1 + (count >= 3)):
+            texts[slot] += output.tokens[slot, : output.counts[slot, 0]].tolist()
+        if count < 3:
+            continue
+        _, found = propose(config, params, state)
+        fresh = decode.init_state(config, ROWS)
+        for slot, text in enumerate(texts):
+            fresh, _ = tiny.start(config, params, fresh, slot, Request(text[:-1], 40))
+        fresh = fresh.replace(anchor=state.anchor)
+        _, expected = propose(config, params, fresh)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_allclose(found.probs, expected.probs, atol=1e-5)
+        np.testing.assert_allclose(found.confidence, expected.confidence, atol=1e-4)
+    block = config.decode.step_rows
+    assert waiting[:7] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (1, 1), (2, 2)]
+    assert max(max(pair) for pair in waiting) == block
+
+
 def test_greedy_rows_of_a_mixed_batch_equal_plain_decoding() -> None:
     fixed = tiny_config(rejection="block")
     params = tiny.agreeing_params(fixed, seed=5)
