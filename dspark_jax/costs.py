@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dspark_jax.compiler import compiler_options
@@ -27,11 +29,12 @@ from dspark_jax.decode import entry, init_state
 from dspark_jax.rounds import batch_costs, plain_round, propose, verify_tier
 from dspark_jax.schedule import fill_tier
 from dspark_jax.scheduler import batch_tiers
+from dspark_jax.sharding import DATA, TENSOR, make_state, use_mesh
 from dspark_jax.state import DecodeState, Params
 from dspark_jax.tiers import BatchCosts, verified_tiers
 from pallas_kernels.platform import default_device, resolve_implementation
 
-VERSION = 1
+VERSION = 2
 FOLDER = Path("~/.cache/dspark_jax/costs")  # where a checkpoint's own folder cannot take them
 REPEATS, ROUNDS = 5, 8  # the median of chains of rounds
 CONTEXT = 1024  # cached rows that a round is measured over, where there is room
@@ -62,26 +65,34 @@ def forced_rounds(
     return jax.lax.fori_loop(0, count, step, state)
 
 
-def check_schedulable(config: ModelConfig, several_devices: bool) -> None:
+def check_schedulable(config: ModelConfig, mesh: Mesh | None) -> None:
     """Raise ValueError where verification cannot be scheduled."""
     draft = config.draft
     if not isinstance(draft, DraftConfig) or draft.confidence == "none":
         lacks = "the draft has no" if isinstance(draft, DraftConfig) else "there is no"
         raise ValueError(f"scheduled verification: {lacks} confidence head to go by")
-    if several_devices:
-        raise ValueError("scheduled verification runs on one device, not on a mesh")
+    if mesh is not None and mesh.shape[DATA] > 1:
+        raise ValueError(
+            "scheduled verification packs all rows of a batch, so it cannot split them; leave"
+            " data_parallel out"
+        )
+    if jax.process_count() > 1:  # each would go by times of its own
+        raise ValueError("scheduled verification runs in one process; use verification 'fixed'")
 
 
-def measure_batch(config: ModelConfig, params: Params, batch: int) -> BatchCosts:
+def measure_batch(
+    config: ModelConfig, params: Params, batch: int, mesh: Mesh | None = None
+) -> BatchCosts:
     """Microseconds of a round of a batch: plain, and drafted with each tier's tokens."""
     decoding, sizes = config.decode, verified_tiers(batch, config.decode.step_rows)
     unknown = BatchCosts(batch, 1.0, sizes, (1.0,) * len(sizes), decoding.sampled)
     config = replace(config, decode=replace(decoding, costs=(unknown,), confidence_threshold=0.0))
     cached = min(CONTEXT, decoding.max_length // 2)
     rounds = max(1, min(ROUNDS, (decoding.max_length - cached) // decoding.step_rows))
-    state = init_state(config, batch)
+    state = make_state(partial(init_state, config, batch), mesh)
     state = replace(state, limit=jnp.full_like(state.limit, decoding.max_length))
-    lowered = forced_rounds.lower(config, params, state, jnp.int32(PLAIN), jnp.int32(rounds))
+    with use_mesh(mesh):
+        lowered = forced_rounds.lower(config, params, state, np.int32(PLAIN), np.int32(rounds))
     run = lowered.compile(compiler_options())
 
     def microseconds(tier: int) -> float:
@@ -90,7 +101,7 @@ def measure_batch(config: ModelConfig, params: Params, batch: int) -> BatchCosts
         for _ in range(REPEATS + 1):  # the first warms up
             state = jax.block_until_ready(_rewind(state, cached))
             begin = time.perf_counter()
-            state = run(params, state, jnp.int32(tier), jnp.int32(rounds))
+            state = run(params, state, np.int32(tier), np.int32(rounds))
             jax.block_until_ready(state)
             times.append((time.perf_counter() - begin) / rounds * 1e6)
         return median(times[1:])
@@ -117,13 +128,14 @@ def measure_costs(
     params: Params,
     max_batch: int,
     progress: Callable[[BatchCosts], None] = lambda costs: None,
+    mesh: Mesh | None = None,
 ) -> tuple[BatchCosts, ...]:
     """The costs of greedy and of sampled rounds, of each batch size up to `max_batch`."""
     found = []
     for batch in batch_tiers(max_batch):
         for sampled in (False, True):
             own = replace(config, decode=replace(config.decode, sampled=sampled, ceiling=False))
-            found.append(measure_batch(own, params, batch))
+            found.append(measure_batch(own, params, batch, mesh))
             progress(found[-1])
     return tuple(found)
 
@@ -131,7 +143,7 @@ def measure_costs(
 # Files.
 
 
-def made_for(config: ModelConfig) -> dict[str, Any]:
+def made_for(config: ModelConfig, mesh: Mesh | None = None) -> dict[str, Any]:
     """What the costs depend on."""
     resolved = resolve_implementation(config.decode.implementation)
     pair = repr((config.target.layers, config.target.vocab_size, config.draft))
@@ -140,42 +152,54 @@ def made_for(config: ModelConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "implementation": resolved if config.dtype == "bfloat16" else "xla",
         "num_drafts": config.decode.num_drafts,
+        "tensor_parallel": mesh.shape[TENSOR] if mesh else 1,
         "pair": hashlib.sha256(pair.encode()).hexdigest()[:16],
     }
 
 
-def costs_path(folder: str | Path, config: ModelConfig) -> Path:
+def costs_path(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> Path:
     """The file of a configuration's costs in a folder."""
-    digest = hashlib.sha256(json.dumps(made_for(config)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(made_for(config, mesh)).encode()).hexdigest()[:12]
     return Path(folder).expanduser() / f"dspark_costs_{digest}.json"
 
 
 def save_costs(
-    costs: Iterable[BatchCosts], config: ModelConfig, folder: str | Path | None = None
+    costs: Iterable[BatchCosts],
+    config: ModelConfig,
+    folder: str | Path | None = None,
+    mesh: Mesh | None = None,
 ) -> Path:
     """Write costs into a folder, or into the user's cache where that takes no files."""
-    tree = {"version": VERSION, "made_for": made_for(config), "costs": list(map(asdict, costs))}
+    tree = {
+        "version": VERSION,
+        "made_for": made_for(config, mesh),
+        "costs": list(map(asdict, costs)),
+    }
     writable = folder is not None and os.access(folder, os.W_OK)
-    path = costs_path(folder if folder is not None and writable else FOLDER, config)
+    path = costs_path(folder if folder is not None and writable else FOLDER, config, mesh)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def find_costs(config: ModelConfig, folder: str | Path | None = None) -> Path | None:
+def find_costs(
+    config: ModelConfig, folder: str | Path | None = None, mesh: Mesh | None = None
+) -> Path | None:
     """The file that `save_costs` wrote for such a configuration; None where there is none."""
-    places = [costs_path(place, config) for place in (folder, FOLDER) if place is not None]
+    places = [costs_path(place, config, mesh) for place in (folder, FOLDER) if place is not None]
     return next((path for path in places if path.is_file()), None)
 
 
-def read_costs(path: str | Path, config: ModelConfig) -> tuple[BatchCosts, ...]:
+def read_costs(
+    path: str | Path, config: ModelConfig, mesh: Mesh | None = None
+) -> tuple[BatchCosts, ...]:
     """Read costs; raises ValueError for another file, and for costs of something else."""
     remedy = "measure again with engine.profile_costs()"
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
         if tree["version"] != VERSION:
             raise ValueError(f"version {tree['version']}, this program reads {VERSION}")
-        stored, own = tree["made_for"], made_for(config)
+        stored, own = tree["made_for"], made_for(config, mesh)
         for name, value in own.items():
             if stored[name] != value:
                 raise ValueError(f"measured for {name} {stored[name]}, this run has {value}")

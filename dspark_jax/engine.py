@@ -253,12 +253,12 @@ class Engine:
         which `load(verification="scheduled")` finds; `progress` is called with each batch's.
 
         Most of it is compilation, about a minute a batch size. Raises ValueError without a
-        confidence head and on a mesh, RuntimeError while requests run.
+        confidence head and where slots are split, RuntimeError while requests run.
         """
-        check_schedulable(self.config, self.mesh is not None)
+        check_schedulable(self.config, self.mesh)
         self._loop.let_go()
-        found = measure_costs(self.config, self.params, self.max_batch, progress)
-        return save_costs(found, self.config, self.folder)
+        found = measure_costs(self.config, self.params, self.max_batch, progress, self.mesh)
+        return save_costs(found, self.config, self.folder, self.mesh)
 
     def _enqueue(self, request: Request, rounds: int) -> None:
         if integer("rounds", rounds) < 1:

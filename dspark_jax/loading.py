@@ -137,7 +137,7 @@ def load(
         raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)
     asked = Verification(verification, calibration, costs)
-    asked.check(config, place is not None)
+    asked.check(config, place)
     options = Options(max_length, max_batch, use_generation_config, place, asked)
     with decide_for(device):
         return _build(checkpoint, config, options, report, progress)
@@ -181,7 +181,7 @@ def _build(
         config = replace(config, draft=checkpoint.draft)
         plan = check_memory(config, max_batch, free_memory(device), mesh)
     folder = checkpoint.store
-    config = options.verification.settle(config, batch_tiers(max_batch), folder, tell)
+    config = options.verification.settle(config, batch_tiers(max_batch), folder, mesh, tell)
     decode = config.decode
     memory = f"memory of each {plan}" if mesh else f"memory {plan}"
     tell(f"{_devices(device, mesh)}, {config.dtype}, {ran_by(config)}, {memory}")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from jax.sharding import Mesh
+
 from dspark_jax.calibration import read_calibration
 from dspark_jax.config import ModelConfig
 from dspark_jax.costs import check_schedulable, find_costs, read_costs
@@ -24,7 +26,7 @@ class Verification:
     calibration: str | Path | None = None
     costs: str | Path | None = None
 
-    def check(self, config: ModelConfig, several_devices: bool) -> None:
+    def check(self, config: ModelConfig, mesh: Mesh | None) -> None:
         """Raise ValueError for what does not go together; reads no file."""
         mode, threshold = self.mode, config.decode.confidence_threshold
         if mode is not None and mode not in get_args(Mode):
@@ -43,13 +45,14 @@ class Verification:
                 " verification 'scheduled' or a confidence_threshold"
             )
         if mode == "scheduled":
-            check_schedulable(config, several_devices)
+            check_schedulable(config, mesh)
 
     def settle(
         self,
         config: ModelConfig,
         batches: Iterable[int],
         folder: Path | None,
+        mesh: Mesh | None,
         tell: Callable[[str], None],
     ) -> ModelConfig:
         """The configuration with its temperatures and costs, read from their files."""
@@ -57,7 +60,7 @@ class Verification:
         if self.calibration is not None:
             decode = replace(decode, temperatures=read_calibration(self.calibration, config))
         if self.mode == "scheduled":
-            decode = replace(decode, costs=self._costs(config, batches, folder, tell))
+            decode = replace(decode, costs=self._costs(config, batches, folder, mesh, tell))
         return replace(config, decode=decode)
 
     def _costs(
@@ -65,9 +68,10 @@ class Verification:
         config: ModelConfig,
         batches: Iterable[int],
         folder: Path | None,
+        mesh: Mesh | None,
         tell: Callable[[str], None],
     ) -> tuple[BatchCosts, ...]:
-        path = find_costs(config, folder) if self.costs is None else self.costs
+        path = find_costs(config, folder, mesh) if self.costs is None else self.costs
         device = default_device()
         if path is None and device.platform == "cpu":
             tell("note: no costs of rounds were measured here, so a model of them is used")
@@ -79,7 +83,7 @@ class Verification:
                 " none were measured for this pair; load it without, call"
                 " engine.profile_costs() once, then load it again"
             )
-        table = read_costs(path, config)
+        table = read_costs(path, config, mesh)
         return tuple(
             costs_between(table, batch, sampled).pruned()
             for batch in batches

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 from bench import step
-from dspark_jax import decode, load
+from dspark_jax import costs, decode, load
 from dspark_jax.cache import capacity
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft import Draft
@@ -25,6 +25,7 @@ from dspark_jax.layers import abstract_params
 from dspark_jax.memory import plan_memory
 from dspark_jax.sharding import abstract_state, make_mesh, param_shardings, use_mesh
 from dspark_jax.target import Target
+from dspark_jax.tiers import BatchCosts
 from tests.tiny import decoding, quick_compilation, tiny_config, tiny_layers
 
 LAYERS = tiny_layers(num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=32)
@@ -126,6 +127,39 @@ def test_a_round_sends_only_what_tensor_parallelism_needs(sampled: bool) -> None
         ("all-gather" if sampled else "all-reduce", "decode_sample"): 1 if sampled else 2,
     }
     assert collectives(compiled(config, make_mesh(4, 1), "decode_round")) == expected
+
+
+def test_a_scheduled_round_sends_the_same_in_each_of_its_branches() -> None:
+    """Three sizes of a verify pass and a plain one; to choose among them nothing is sent."""
+    table = BatchCosts(4, plain=1.0, tokens=(8, 12, 20), rounds=(1.2, 1.3, 1.6))
+    config = decoding(CONFIG, sampled=False, costs=(table,))
+    expected = {
+        ("all-reduce", "dspark_propose"): 2 * config.draft.layers.num_layers + 1,
+        ("all-gather", "dspark_propose"): 1,
+        ("all-reduce", "target_verify"): 4 * (2 * config.target.layers.num_layers + 1),
+        ("all-reduce", "decode_sample"): 4 * 2,
+    }
+    assert collectives(compiled(config, make_mesh(4, 1), "decode_round")) == expected
+
+
+def test_costs_are_measured_on_the_mesh_that_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    options = {"max_length": 64, "max_batch": 1}
+    with quick_compilation():
+        path = load(tensor_parallel=2, **options).profile_costs()
+        engine = load(tensor_parallel=2, verification="scheduled", **options)
+        assert engine.config.decode.costs
+        with pytest.raises(ValueError, match="tensor_parallel 2, this run has 1"):
+            load(verification="scheduled", costs=path, **options)
+
+
+def test_scheduled_verification_splits_no_slots() -> None:
+    with pytest.raises(ValueError, match="cannot split them; leave data_parallel out"):
+        load(verification="scheduled", data_parallel=2)
+    with pytest.raises(ValueError, match="cannot split them; leave data_parallel out"):
+        load(tensor_parallel=2, data_parallel=2).profile_costs()
 
 
 def test_slots_are_split_without_a_word_about_caches() -> None:

@@ -83,6 +83,26 @@ def test_prompt_lookup(shallow: tuple[Path, Path]) -> None:
     assert decode(pair, 2, 2) == decode(pair, 1, 1)
 
 
+def test_scheduled_verification(shallow: tuple[Path, Path]) -> None:
+    """Under Gumbel verification the schedule moves no token, and on a mesh it is the same one."""
+    found = []
+    for tensor in (1, 2):
+        engine = load(
+            *shallow,
+            max_batch=4,
+            tensor_parallel=tensor,
+            rejection="gumbel",
+            verification="scheduled",
+            report=lambda line: None,
+            **OPTIONS,
+        )
+        results = engine.generate(PROMPTS, MIXED)
+        found.append([(one.token_ids, one.proposal_lengths) for one in results])
+    assert found[0] == found[1]
+    lengths = [n for _, proposed in found[0] for n in proposed]
+    assert len(set(lengths)) > 1
+
+
 def test_requests_with_controls_and_log_probabilities(shallow: tuple[Path, Path]) -> None:
     params = SamplingParams(
         max_tokens=12, temperature=0.7, seed=3, logprobs=2, frequency_penalty=0.4, min_tokens=8
