@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_TIERS = 3  # of a batch: each is a copy of the target in the compiled round
+QUARTERS = 4  # tiers of a batch: each is a copy of the target in the compiled round
 LEAST_SAVING = 0.02  # of a round's time; a tier that saves less is not worth its copy
 
 
@@ -49,13 +49,19 @@ class BatchCosts:
             rounds=tuple(self.rounds[tier] for tier in kept),
         )
 
+    def at(self, share: float) -> float:
+        """Cost of a drafted round that verifies this share of all tokens, between the tiers."""
+        import numpy as np  # late: a command reads its arguments before anything heavy
+
+        return float(np.interp(share * self.tokens[-1], self.tokens, self.rounds))
+
     def envelope(self) -> np.ndarray:
         """Cost [N + 1] of a drafted round by verified tokens: the lower convex envelope.
 
         The measured cost is a step function, on which Algorithm 1 would stop at the first step; up
         to the smallest tier a round costs what that tier does.
         """
-        import numpy as np  # late: a command reads its arguments before anything heavy
+        import numpy as np
 
         hull: list[tuple[int, float]] = []
         for point in zip((0, *self.tokens), (self.rounds[0], *self.rounds), strict=True):
@@ -71,12 +77,12 @@ def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
 
 
 def verified_tiers(batch: int, step_rows: int) -> tuple[int, ...]:
-    """Tiers of a batch that are measured: all of its tokens, a half, a quarter.
+    """Tiers of a batch that are measured: all of its tokens, and the other quarters of them.
 
     The smallest leaves every row a draft on average: with fewer, plain decoding is what pays.
     """
     most = batch * step_rows
-    tiers = {most} | {-(-most // 2**halvings) for halvings in range(1, MOST_TIERS)}
+    tiers = {-(-most * part // QUARTERS) for part in range(1, QUARTERS + 1)}
     return tuple(sorted(tier for tier in tiers if tier >= min(2 * batch, most)))
 
 
@@ -109,11 +115,7 @@ def costs_between(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> Bat
     def mixed(low: float, high: float) -> float:
         return low + share * (high - low)
 
-    # tiers are halves of a whole: the last ones of any two batches correspond
-    rounds = [
-        mixed(below.rounds[max(-place, -len(below.rounds))], above.rounds[-place])
-        for place in range(len(sizes), 0, -1)
-    ]
+    rounds = [mixed(below.at(size / sizes[-1]), above.at(size / sizes[-1])) for size in sizes]
     return BatchCosts(batch, mixed(below.plain, above.plain), sizes, tuple(rounds), above.sampled)
 
 

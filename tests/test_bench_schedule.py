@@ -29,7 +29,7 @@ def programs(pair):
         return compile_programs(*pair, BATCH, MODES)
 
 
-COSTS = BatchCosts(BATCH, 1.0, (10, 20), (1.2, 2.0))
+COSTS = BatchCosts(BATCH, 1.0, (10, 15, 20), (1.2, 1.6, 2.0))
 NUMBERS = (COSTS.plain, COSTS.rounds, COSTS.envelope())
 
 
@@ -46,7 +46,7 @@ def test_fixed_rounds_accept_as_the_curve_says(programs):
 
 def test_scheduled_rounds_verify_what_is_likely(programs):
     bench = Bench(programs["scheduled"], BATCH, 20)
-    steep = BatchCosts(BATCH, 1.0, COSTS.tokens, (1.2, 6.0))
+    steep = BatchCosts(BATCH, 1.0, COSTS.tokens, (1.2, 3.6, 6.0))
     numbers = (steep.plain, steep.rounds, steep.envelope())
     _, counts = bench.run(Curve(0.9, 0.9, others=(0.1, 0.1)), numbers, 2, init_gains(BATCH))
     proposed = counts[..., 2]
@@ -61,7 +61,7 @@ def test_scheduled_rounds_verify_what_is_likely(programs):
 
 def test_costs_are_measured_tier_by_tier(programs):
     costs = schedule.measure_costs(Bench(programs["scheduled"], BATCH, 20), 1)
-    assert (costs.batch, costs.tokens) == (BATCH, (10, 20))
+    assert (costs.batch, costs.tokens) == (BATCH, COSTS.tokens)
     assert min(costs.plain, *costs.rounds) > 0
 
 
@@ -80,7 +80,7 @@ def test_a_run_leaves_a_line_for_every_mode_and_curve(pair, tmp_path, monkeypatc
         if line["mode"] == "scheduled":
             best = max(rates["none", line["curve"]], rates["fixed", line["curve"]])
             assert line["of_best"] == pytest.approx(line["tokens_per_second"] / best, abs=1e-4)
-            assert list(line["tiers_us"]) == ["5", "10"]
+            assert list(line["tiers_us"]) == ["5", "8", "10"]
     assert "of the" in capsys.readouterr().out
     assert main(["schedule", "--batch", "0"]) == 2
     assert "must be positive" in capsys.readouterr().err

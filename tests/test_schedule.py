@@ -123,9 +123,9 @@ def test_the_envelope_is_the_largest_convex_curve_below_the_tiers() -> None:
 
 
 def test_tiers_that_save_nothing_are_dropped() -> None:
-    assert verified_tiers(64, 8) == (128, 256, 512)
-    assert verified_tiers(1, 8) == (2, 4, 8)
-    assert verified_tiers(3, 3) == (9,)
+    assert verified_tiers(64, 8) == (128, 256, 384, 512)
+    assert verified_tiers(1, 8) == (2, 4, 6, 8)
+    assert verified_tiers(3, 3) == (7, 9)
     flat = BatchCosts(8, 4.7, (16, 32, 64), (5.70, 5.72, 5.74))
     assert flat.pruned().tokens == (64,)
     steep = BatchCosts(64, 7.0, (128, 256, 512), (8.0, 10.0, 16.0))

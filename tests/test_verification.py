@@ -159,10 +159,10 @@ def test_costs_of_something_else_are_refused(tiny_engine, tmp_path):
 
 
 def test_a_batch_between_two_takes_costs_between_theirs():
-    two = BatchCosts(2, 4.0, (4, 8, 16), (5.0, 6.0, 8.0), sampled=False)
+    two = BatchCosts(2, 4.0, (4, 8, 12, 16), (5.0, 6.0, 7.0, 8.0), sampled=False)
     four = BatchCosts(4, 6.0, (8, 16, 32), (7.0, 10.0, 20.0), sampled=False)
     three = costs_between((two, four), 3, False)
-    assert three == BatchCosts(3, 5.0, (6, 12, 24), (6.0, 8.0, 14.0), sampled=False)
+    assert three == BatchCosts(3, 5.0, (6, 12, 18, 24), (6.0, 8.0, 11.0, 14.0), sampled=False)
     assert costs_between((two, four), 4, False) is four
     for batch, sampled in ((1, False), (5, False), (3, True)):
         with pytest.raises(ValueError, match="profile_costs"):
