@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from dspark_jax.choice import choose
 from dspark_jax.compiler import compiler_options
 from dspark_jax.config import DraftConfig, ModelConfig
 from dspark_jax.decode import entry, init_state
@@ -51,16 +52,19 @@ def forced_rounds(
 ) -> DecodeState:
     """Rounds that all verify one tier's tokens, or that are all plain."""
 
-    def drafted(state: DecodeState) -> DecodeState:
+    def drafted(state: DecodeState) -> tuple[DecodeState, tuple[()]]:
         state, proposal = propose(config, params, state)
         sizes = jnp.asarray(batch_costs(config, state).tokens, jnp.int32)
         even = jnp.ones(proposal.tokens.shape, jnp.float32)
         lengths = fill_tier(even, ~state.done, sizes[tier])
-        return verify_tier(config, params, state, replace(proposal, length=lengths), tier)[0]
+        proposal = replace(proposal, length=lengths)
+        return verify_tier(config, params, state, proposal, tier)[0], ()
+
+    def plain(state: DecodeState) -> tuple[DecodeState, tuple[()]]:
+        return plain_round(config, params, state)[0], ()
 
     def step(_: Array, state: DecodeState) -> DecodeState:
-        plain = partial(plain_round, config, params)
-        return jax.lax.cond(tier == PLAIN, lambda state: plain(state)[0], drafted, state)
+        return choose(tier != PLAIN, (plain, drafted), state)[0]
 
     return jax.lax.fori_loop(0, count, step, state)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dspark_jax.choice import choose
 from dspark_jax.config import ModelConfig
 from dspark_jax.controls import count_generated
 from dspark_jax.drafters import NONE, drafter_of, taps_of
@@ -28,7 +29,7 @@ from dspark_jax.target import Target
 from dspark_jax.tiers import BatchCosts, costs_of
 from dspark_jax.verify import verify
 
-Verified = tuple[KVCache, ContextRows, StepOutput]
+Verified = tuple[KVCache, tuple[ContextRows, StepOutput]]
 
 
 def bind_target(config: ModelConfig, params: Params) -> Target:
@@ -44,12 +45,11 @@ def run_round(
         return verify_proposal(config, params, state, proposal)
     paid = pays(state.gains, ~state.done)
     drafting = paid | (state.gains.idle >= state.gains.wait)
-    return jax.lax.cond(
-        drafting,
-        partial(drafted_round, config, params, paid),
+    plain, drafted = (
         partial(plain_round, config, params),
-        state,
+        partial(drafted_round, config, params, paid),
     )
+    return choose(drafting, (plain, drafted), state)
 
 
 def batch_costs(config: ModelConfig, state: DecodeState) -> BatchCosts:
@@ -74,7 +74,7 @@ def plain_round(
     """The anchors alone, one row each, which wait as context until a block of them is full."""
     state = make_room(config, params, state)
     _, nothing = NONE.propose(config, params, state)
-    cache, rows, output = _verify_rows(config, params, WHOLE, state, nothing)
+    cache, (rows, output) = _verify_rows(config, params, WHOLE, state, nothing)
     missing = config.decode.num_drafts
 
     def widen(x: Array) -> Array:
@@ -86,7 +86,7 @@ def plain_round(
         logprobs=jax.tree.map(widen, output.logprobs),
         possible=widen(output.possible) if config.decode.ceiling else output.possible,
     )
-    state, output = _commit(config, state, (cache, rows, output))
+    state, output = _commit(config, state, (cache, (rows, output)))
     return replace(state, gains=replace(state.gains, idle=state.gains.idle + 1)), output
 
 
@@ -97,14 +97,17 @@ def make_room(config: ModelConfig, params: Params, state: DecodeState) -> Decode
     """
     full = (state.context_len >= config.decode.step_rows) & ~state.done
 
-    def waiting() -> tuple[Any, Array]:
-        return state.draft, state.context_len
+    waiting = state.draft, state.context_len
 
-    def none_waiting() -> tuple[Any, Array]:
-        emptied = absorb(config, params, state)
-        return emptied.draft, emptied.context_len
+    def kept(waiting: tuple[Any, Array]) -> tuple[tuple[Any, Array], tuple[()]]:
+        return waiting, ()
 
-    own, context_len = jax.lax.cond(jnp.any(full), none_waiting, waiting)
+    def absorbed(waiting: tuple[Any, Array]) -> tuple[tuple[Any, Array], tuple[()]]:
+        own, context_len = waiting
+        after = absorb(config, params, replace(state, draft=own, context_len=context_len))
+        return (after.draft, after.context_len), ()
+
+    (own, context_len), _ = choose(jnp.any(full), (kept, absorbed), waiting)
     return replace(state, draft=own, context_len=context_len)
 
 
@@ -160,12 +163,12 @@ def verify_tier(
     slots = jnp.arange(config.decode.step_rows)
     chosen = (slots <= proposal.length[:, None]) & ~state.done[:, None]
 
-    def run(size: int, state: DecodeState, proposal: Proposal) -> Verified:
+    def run(size: int, cache: KVCache) -> Verified:
         packing = WHOLE if size == chosen.size else pack_rows(chosen, size)
-        return _verify_rows(config, params, packing, state, proposal)
+        return _verify_rows(config, params, packing, replace(state, target=cache), proposal)
 
     branches = [partial(run, size) for size in batch_costs(config, state).tokens]
-    return _commit(config, state, jax.lax.switch(tier, branches, state, proposal))
+    return _commit(config, state, choose(tier, branches, state.target))
 
 
 def _verify_rows(
@@ -189,13 +192,13 @@ def _verify_rows(
         logits = packing.unpack(target.logits(hidden))
     with jax.named_scope("decode_sample"):
         output = verify(logits, proposal, state, config.decode)
-    return cache, ContextRows(tokens=tokens, features=packing.unpack(tapped)), output
+    return cache, (ContextRows(tokens=tokens, features=packing.unpack(tapped)), output)
 
 
 def _commit(
     config: ModelConfig, state: DecodeState, verified: Verified
 ) -> tuple[DecodeState, StepOutput]:
-    cache, rows, output = verified
+    cache, (rows, output) = verified
     with jax.named_scope("decode_sample"):
         state = commit(replace(state, target=cache), output, rows)
         if config.decode.controls:

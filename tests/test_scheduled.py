@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from functools import partial
 from typing import Any
 
@@ -323,6 +324,18 @@ def test_greedy_rows_of_a_mixed_batch_equal_plain_decoding() -> None:
     for one, request in zip(found, REQUESTS, strict=True):
         if request.temperature == 0:
             assert one.tokens == tiny.run_alone(plain_config(fixed), params, request).tokens
+
+
+def test_what_is_chosen_among_copies_no_cache() -> None:
+    """Also where XLA copies all that passes through a conditional (CPU, before jax 0.11)."""
+    config = scheduled(tiny_config(), batch=3, tokens=(6, 10, 15), rounds=(1.0, 1.3, 1.5))
+    state = decode.init_state(config, 3)
+    arguments = config, tiny.random_params(config), state, jnp.int32(4)
+    program = decode.decode_rounds.lower(*arguments).compile().as_text()
+    for cache in {x.shape for x in (*state.target.k, *state.draft.k)}:
+        shape = ",".join(map(str, cache))
+        assert f"f32[{shape}]" in program
+        assert not re.search(rf"= f32\[{shape}\]\S* copy\(", program)
 
 
 def test_a_batch_without_costs_is_refused_with_the_remedy() -> None:
