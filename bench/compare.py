@@ -8,8 +8,9 @@ order that rotates, so that a drift of the machine's speed cancels. Baseline of 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from bench.ceiling import UNKNOWN
 from bench.datasets import Conversation
+from bench.entries import EngineEntry, Entry
 from bench.figures import total_seconds
 from bench.output import check_outputs, write_outputs
 from bench.pairs import (
@@ -31,13 +33,13 @@ from bench.pairs import (
     variant,
 )
 from bench.progress import progress_bar
-from bench.records import Measurement, Record, Run, environment
-from bench.replay import Replay
-from bench.serving import Generation, answer, fitting, warm_up
+from bench.records import Measurement, Run, environment
+from bench.serving import Generation, fitting
 from bench.speed import generation_of, select_prompts
 from bench.tables import ceiling_table, comparison_table, position_table, run_table, verdict_line
+from bench.torch_rules import check_torch
 from convert.flags import Parser
-from dspark_jax.config import GREEDY_TEMPERATURE, DraftConfig
+from dspark_jax.config import DraftConfig
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
 from dspark_jax.state import MAX_ROUNDS
@@ -47,30 +49,6 @@ PROMPTS = (
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "import json\n\ndef read_config(path):\n    with open(path) as f:\n",
 )
-
-
-@dataclass
-class Entry:
-    """One line of the comparison: an engine, and what it has left so far."""
-
-    name: str
-    draft: str
-    engine: Engine
-    records: list[Record] = field(default_factory=list)  # of the first repetition
-    seconds: list[float] = field(default_factory=list)  # of all prompts, once a repetition
-
-    def run(self, generation: Generation, concurrency: int) -> Run:
-        decode = self.engine.config.decode
-        return Run(
-            name=self.name,
-            draft=self.draft,
-            num_drafts=decode.num_drafts,
-            confidence_threshold=decode.confidence_threshold,
-            concurrency=concurrency,
-            temperature=generation.temperature,
-            records=self.records,
-            seconds=self.seconds,
-        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -102,6 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-len", type=positive, default=64, metavar="N", help="tokens at most (64)")
     add("--max-concurrency", type=positive, default=1, metavar="C", help="requests at a time (1)")
     add("--repeats", type=positive, default=3, metavar="N", help="times that all is measured (3)")
+    add(
+        "--torch",
+        action="store_true",
+        help="PyTorch peers as well: transformers, and an eager DSpark loop; greedy, one request",
+    )
     add("--no-ceiling", action="store_true", help="leave out possible acceptance")
     add(
         "--replay-rounds",
@@ -119,6 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay_rounds < 0:
         raise ValueError(f"--replay-rounds cannot be negative: {options.replay_rounds}")
     check_outputs(options)
+    if options.torch:
+        check_torch(options)
+        # PyTorch needs room as well; jax reads this when it first meets the device.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     chosen = _prompts(options)
     generation = generation_of(options, MAX_ROUNDS)
     names = options.draft or [*([EMBEDDED_DRAFT] if brings_draft(options) else []), NONE]
@@ -134,12 +121,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = fitting(engines[0], chosen, generation, options.drop_long)
     if len(kept) < len(chosen):
         tell(f"note: {len(chosen) - len(kept)} prompts above --max-length are left out")
-    measure(entries, kept, generation, options.max_concurrency, options.repeats)
+    found = environment(engines[0])
+    every: list[Entry] = [*entries]
+    if options.torch:
+        from bench.torch_entries import torch_entries, torch_environment  # takes long to import
+
+        every += torch_entries(options, names, engines)
+        found["torch"] = torch_environment()
+    measure(every, kept, generation, options.max_concurrency, options.repeats)
     if not options.no_ceiling:
         for entry in entries:
-            probe_ceiling(entry, kept, generation, options.max_concurrency, options.replay_rounds)
-    runs = [entry.run(generation, options.max_concurrency) for entry in entries]
-    measurement = Measurement("compare", vars(options), environment(engines[0]), runs)
+            entry.probe_ceiling(kept, generation, options.max_concurrency, options.replay_rounds)
+    runs = [entry.run(generation, options.max_concurrency) for entry in every]
+    measurement = Measurement("compare", vars(options), found, runs)
     write_outputs(measurement, options)
     show(measurement)
     return 0
@@ -154,7 +148,7 @@ def measure(
 ) -> None:
     """Answer the first turns with every entry, in turns, `repeats` times."""
     for entry in entries:
-        warm_up(entry.engine, conversations[0], generation, min(concurrency, len(conversations)))
+        entry.warm_up(conversations, generation, concurrency)
     starts = range(0, len(conversations), concurrency)
     with progress_bar("comparing", repeats * len(starts) * len(entries)) as advance:
         for repetition in range(repeats):
@@ -163,49 +157,12 @@ def measure(
             for batch, start in enumerate(starts):
                 first = (repetition + batch) % len(entries)
                 for entry in (*entries[first:], *entries[:first]):
-                    records, _ = answer(
-                        entry.engine,
-                        conversations[start : start + concurrency],
-                        generation,
-                        concurrency,
-                        first_index=start,
-                        most_turns=1,
-                    )
+                    asked = conversations[start : start + concurrency]
+                    records = entry.answer(asked, generation, concurrency, start)
                     entry.seconds[-1] += total_seconds(records)
                     if repetition == 0:
                         entry.records += [replace(record, batch=batch) for record in records]
                     advance(1)
-
-
-def probe_ceiling(
-    entry: Entry,
-    conversations: Sequence[Conversation],
-    generation: Generation,
-    concurrency: int,
-    replayed: int,
-) -> None:
-    """Answer once more, untimed, and note what the laws of draft and target allow.
-
-    Greedy decoding draws nothing, so there is nothing to test; nor is there without a draft.
-    """
-    engine = entry.engine
-    if engine.config.draft is None or generation.temperature < GREEDY_TEMPERATURE:
-        return
-    network = isinstance(engine.config.draft, DraftConfig)  # only it keeps what rounds wrote
-    with progress_bar(f"ceiling of {entry.name}", len(conversations)) as advance:
-        records, _ = answer(
-            variant(engine, ceiling=True),
-            conversations,
-            generation,
-            concurrency,
-            most_turns=1,
-            advance=advance,
-            repeat=Replay(engine, replayed) if network and replayed else None,
-        )
-    entry.records = [
-        replace(record, batch=timed.batch, sent=timed.sent, arrivals=timed.arrivals)
-        for timed, record in zip(entry.records, records, strict=True)
-    ]
 
 
 def speedups(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -265,7 +222,7 @@ def _check_sweep(options: argparse.Namespace, engines: Sequence[Engine]) -> None
         raise ValueError("--confidence-threshold: no draft has a confidence head; leave it out")
 
 
-def _sweep(name: str, engine: Engine, options: argparse.Namespace) -> list[Entry]:
+def _sweep(name: str, engine: Engine, options: argparse.Namespace) -> list[EngineEntry]:
     """The entries of a draft: one for each number of drafts and each threshold that it can take."""
     counts: list[int | None] = [None]
     thresholds: list[float | None] = [None]
@@ -282,5 +239,14 @@ def _sweep(name: str, engine: Engine, options: argparse.Namespace) -> list[Entry
             label += [f"n={count}"] if count is not None else []
             label += [f"c={threshold:g}"] if threshold is not None else []
             made = variant(engine, **given) if given else engine
-            entries.append(Entry(" ".join(label), name, made))
+            decode = made.config.decode
+            entries.append(
+                EngineEntry(
+                    name=" ".join(label),
+                    draft=name,
+                    num_drafts=decode.num_drafts,
+                    confidence_threshold=decode.confidence_threshold,
+                    engine=made,
+                )
+            )
     return entries

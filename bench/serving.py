@@ -184,7 +184,7 @@ def answer(
                 running[request].note(now, len(request.token_ids))
                 if request.finish_reason:
                     turn, skipped = running.pop(request), talks.left_out
-                    record = _record(conversations[turn.conversation], turn, request, begin)
+                    record = record_of(conversations[turn.conversation], turn, request, begin)
                     if repeat:
                         record = replace(record, clean_acceptance=repeat(request))
                     found.append((turn, record))
@@ -197,7 +197,8 @@ def answer(
     return [record for _, record in found], talks.left_out
 
 
-def _record(conversation: Conversation, turn: Turn, request: Request, begin: float) -> Record:
+def record_of(conversation: Conversation, turn: Turn, request: Request, begin: float) -> Record:
+    """The record of a finished turn; the first of its batch was sent at `begin`."""
     result = request.result()
     fields: dict[str, Any] = {
         name: getattr(conversation, name)

@@ -21,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from bench.torch_rules import is_qwen3, loop_lacks
 from dspark_jax.config import DraftConfig, LayersConfig, ModelConfig
 
 Rows = tuple[Tensor, Tensor]  # keys and values [K, rows, H], or cos and sin [rows, H]
@@ -29,8 +30,10 @@ SETTLING = 8  # tokens before a decode step is timed: prefill, compilation, capt
 
 def qwen3_config(layers: LayersConfig, vocab_size: int, tied: bool, length: int) -> Qwen3Config:
     """The shapes as transformers names them. Raises ValueError for another architecture."""
-    if not layers.qk_norm or layers.qkv_bias or any(layers.windows):
+    if not is_qwen3(layers):
         raise ValueError("the PyTorch peers run Qwen3 alone: norms on q and k, no bias, no window")
+    if layers.rope.kind != "default":
+        raise ValueError(f"the PyTorch peers have no rotary embedding of kind {layers.rope.kind}")
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=layers.hidden_size,
@@ -143,8 +146,8 @@ class Draft(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        if config.markov != "vanilla" or not config.sample_from_anchor:
-            raise ValueError("the PyTorch peer drafts from the anchor with a vanilla Markov head")
+        if reason := loop_lacks(config):
+            raise ValueError(f"the PyTorch peer cannot run a draft that {reason}")
         shapes = qwen3_config(config.layers, config.vocab_size, False, config.vocab_size)
         size = config.layers.hidden_size
         self.config = config
@@ -165,7 +168,7 @@ class Decoder:
         self.target, self.draft, self.cached = target, draft, 0
         self.cache = DynamicCache()
         self.context: list[Rows] = []
-        logits, self.features = self._run_target(ids)
+        logits, self.features = self._run_target(ids, logits_to_keep=1)
         self.anchor = logits[-1].argmax()
 
     @torch.no_grad()
@@ -181,10 +184,14 @@ class Decoder:
         return [*drafts[:accepted].tolist(), int(self.anchor)]
 
     @torch.no_grad()
-    def _run_target(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_target(self, ids: Tensor, logits_to_keep: int = 0) -> tuple[Tensor, Tensor]:
+        """Logits (of the last rows, or all) and tapped features of each row."""
         # The cache goes in by place: transformers renames its keyword within version 5.
         output = self.target(
-            ids[None], None, None, self.cache, use_cache=True, output_hidden_states=True
+            *(ids[None], None, None, self.cache),
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=logits_to_keep,
         )
         self.cached += len(ids)
         taps = self.draft.config.taps
@@ -222,7 +229,10 @@ class Decoder:
 def build_draft(config: DraftConfig, dtype: str, device: str) -> Draft:
     """A random draft."""
     with torch.device(device):
-        return Draft(config).to(getattr(torch, dtype)).eval()
+        draft = Draft(config).eval()
+    for weight in draft.parameters():  # rotary frequencies, no parameter, stay in float32
+        weight.data = weight.data.to(getattr(torch, dtype))
+    return draft
 
 
 def round_us(decoder: Decoder, rounds: int) -> float:
