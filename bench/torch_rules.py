@@ -48,4 +48,7 @@ def check_torch(options: argparse.Namespace) -> None:
             " that it was made from, with its --draft"
         )
     if not is_qwen3(read_target(resolve_folder(target)).config.layers):
-        raise ValueError(f"--torch runs Qwen3 alone, and {target} is another; leave --torch out")
+        raise ValueError(
+            f"--torch runs Qwen3 alone (norms on q and k, no bias, no window), and {target} is"
+            " another; leave --torch out"
+        )
