@@ -11,8 +11,8 @@ from dspark_jax.generate import build_parser
 README_FILE = Path(__file__).parent.parent / "README.md"
 README = README_FILE.read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-OF_OTHERS = {  # of convert, and of XLA
-    *("--check", "--out", "--draft", "--export-stablehlo", "--platforms"),
+OF_OTHERS = {  # of convert, of bench, and of XLA
+    *("--check", "--out", "--draft", "--export-stablehlo", "--platforms", "--torch"),
     "--xla_force_host_platform_device_count",
 }
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
