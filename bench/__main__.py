@@ -21,7 +21,7 @@ COMMANDS = {
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }
-EXTRA = ("matplotlib", "pyarrow", "scipy", "sklearn")  # what the extra [bench] installs
+EXTRA = ("matplotlib", "pyarrow", "sklearn")  # what the extra [bench] installs
 
 
 def usage() -> str:

@@ -22,10 +22,10 @@ import dspark_jax
 from bench.confidence import Recorded, fit_temperatures, judge, mean_error, record, reliability
 from bench.datasets import Conversation, read_conversations
 from bench.output import check_chart, check_out, save_chart
-from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts, positive
+from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts
 from bench.progress import progress_bar
 from bench.serving import Generation, encode, fitting
-from convert.flags import Parser
+from convert.flags import Parser, positive
 from dspark_jax.calibration import save_calibration
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell

@@ -28,7 +28,6 @@ from bench.pairs import (
     add_prompt_flags,
     brings_draft,
     load_drafts,
-    positive,
     short_name,
     variant,
 )
@@ -38,7 +37,7 @@ from bench.serving import Generation, fitting
 from bench.speed import generation_of, select_prompts
 from bench.tables import ceiling_table, comparison_table, position_table, run_table, verdict_line
 from bench.torch_rules import check_torch
-from convert.flags import Parser
+from convert.flags import Parser, positive
 from dspark_jax.config import DraftConfig
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell

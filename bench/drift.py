@@ -24,10 +24,9 @@ from bench.pairs import (
     add_model_flags,
     brings_draft,
     load_drafts,
-    positive,
 )
 from bench.progress import progress_bar
-from convert.flags import Parser
+from convert.flags import Parser, positive
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
 from dspark_jax.request import Result, SamplingParams

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from convert.flags import positive
 from convert.store import is_store
 from dspark_jax.engine import Engine
 from dspark_jax.generate import set_up_jax, tell
@@ -43,17 +44,6 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="records of every request, and all figures")
     add("--html", metavar="FILE", help="report with charts, self-contained")
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def short_name(name: str) -> str:

@@ -24,9 +24,8 @@ from rich.table import Table
 from bench.loops import compile_loops, time_step
 from bench.models import SIZES, filled_state
 from bench.output import append_lines, check_out
-from bench.pairs import positive
 from bench.step import PAPER_LENGTH, ROOM, Line, pair
-from convert.flags import Parser
+from convert.flags import Parser, positive
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.loading import ran_by

@@ -23,14 +23,13 @@ from bench.pairs import (
     add_prompt_flags,
     brings_draft,
     load_drafts,
-    positive,
     short_name,
 )
 from bench.progress import progress_bar
 from bench.records import Measurement, Run, environment
 from bench.serving import Generation, answer, fitting, warm_up
 from bench.tables import group_table, latency_table, position_table, run_table
-from convert.flags import Parser
+from convert.flags import Parser, positive
 from dspark_jax.engine import Engine
 from dspark_jax.generate import tell
 from dspark_jax.state import MAX_ROUNDS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from convert.apply import Dtype, Params, Progress, load_draft_params, load_target_params
+from convert.apply import Params, Progress, load_draft_params, load_target_params
 from convert.dialects import DraftOverrides
 from convert.doctor import Report, as_json, as_text, examine, stored_dtype
 from convert.flags import Parser, add_override_flags, overrides_of, positive
@@ -26,7 +26,8 @@ from convert.store import place_in_parts, save, split_host
 from convert.tokens import stop_token_ids
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding import DecodeConfig
-from dspark_jax.exported import PLATFORMS, ExportError, check_export
+from dspark_jax.exported import PLATFORMS, check_export
+from dspark_jax.folders import check_unused
 
 REFUSED = 2
 
@@ -82,14 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.draft is None and overrides != DraftOverrides():
         parser.error("the overrides go with --draft")
     try:
-        if arguments.check and _check(arguments, overrides).problems:
-            return REFUSED
+        if arguments.out:
+            check_unused(arguments.out, CheckpointError)
         if arguments.export_stablehlo:
             check_export(arguments.export_stablehlo, _platforms(arguments))
+        if arguments.check and _check(arguments, overrides).problems:
+            return REFUSED
         if arguments.out or arguments.export_stablehlo:
             with jax.default_device(jax.devices("cpu")[0]):  # host memory holds more
                 _convert(arguments, overrides)
-    except (CheckpointError, ExportError) as error:
+    except ValueError as error:  # CheckpointError and ExportError among them
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -140,6 +143,8 @@ def _convert(arguments: argparse.Namespace, overrides: DraftOverrides) -> None:
     draft = None
     if arguments.draft is not None:
         draft = read_draft(resolve_folder(arguments.draft), target, overrides)
+    decode = _decode_config(arguments, target, draft) if arguments.export_stablehlo else None
+    if draft is not None:
         draft = share_with_target(draft, target)
     dtype = arguments.dtype or stored_dtype(target, draft)
     with _Progress("target") as progress:
@@ -161,32 +166,37 @@ def _convert(arguments: argparse.Namespace, overrides: DraftOverrides) -> None:
             origin=origin,
         )
         print(f"wrote {arguments.out} ({dtype})", file=sys.stderr)
-    if arguments.export_stablehlo:
-        _export(arguments, target, draft, params, dtype)
+    if decode is not None:
+        config = ModelConfig(target.config, draft.config if draft else None, decode, dtype)
+        _export(arguments, target.folder, config, params)
         print(f"wrote {arguments.export_stablehlo} ({dtype})", file=sys.stderr)
 
 
+def _decode_config(
+    arguments: argparse.Namespace, target: TargetSource, draft: DraftSource | None
+) -> DecodeConfig:
+    """What exported programs are for; ValueError for a length that none can have."""
+    length = min(arguments.max_length, target.config.max_length)
+    return DecodeConfig(max_length=length, num_drafts=draft.config.max_drafts if draft else 0)
+
+
 def _export(
-    arguments: argparse.Namespace,
-    target: TargetSource,
-    draft: DraftSource | None,
-    params: Params,
-    dtype: Dtype,
+    arguments: argparse.Namespace, folder: Path, config: ModelConfig, params: Params
 ) -> None:
-    """Write the pair as the programs and weights that `load_exported` runs."""
+    """Write the pair as the programs and weights that `load_exported` runs.
+
+    The tokenizer and stop ids are those of the target's `folder`.
+    """
     from dspark_jax.exporting import export_pair  # a second of imports that only this needs
 
-    length = min(arguments.max_length, target.config.max_length)
-    drafts = draft.config.max_drafts if draft else 0
-    decode = DecodeConfig(max_length=length, num_drafts=drafts)
     export_pair(
         arguments.export_stablehlo,
-        ModelConfig(target.config, draft.config if draft else None, decode, dtype),
+        config,
         params,
         batch=arguments.batch or 1,
         platforms=_platforms(arguments),
-        stop_ids=stop_token_ids(target.folder),
-        token_files=target.folder,
+        stop_ids=stop_token_ids(folder),
+        token_files=folder,
     )
 
 

@@ -79,7 +79,7 @@ def _load(source: Source, dtype: Dtype, progress: Progress | None, place: Place)
 
     for name, entry in source.plan.items():
         if name in MAPS:
-            buffer = _target_ids(source.tensors["d2t"], entry, problems)
+            buffer = _target_ids(source.tensors["d2t"], entry)
             report(buffer.nbytes)
         else:
             buffer = _assemble(source.tensors, entry, DTYPES[dtype], report, problems)
@@ -126,7 +126,7 @@ def put(params: Params, name: str, value: Any) -> None:
     params[leaf] = value
 
 
-def _target_ids(tensor: Tensor, entry: Parameter, problems: list[str]) -> np.ndarray:
+def _target_ids(tensor: Tensor, entry: Parameter) -> np.ndarray:
     """Return absolute target ids: the file holds offsets from the draft id."""
     rows = entry.shape[0]
     offsets = np.concatenate([np.array(piece, np.int64) for piece in chunks(tensor, rows)])

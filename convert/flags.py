@@ -42,7 +42,10 @@ def overrides_of(arguments: argparse.Namespace) -> DraftOverrides:
 
 def positive(text: str) -> int:
     """Parse a whole number of at least 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value

@@ -25,6 +25,7 @@ from convert.problems import CheckpointError, raise_problems
 from convert.sources import STORE_FILE
 from convert.tokens import copy_token_files, stop_token_ids
 from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.folders import check_unused
 from dspark_jax.sharding import DATA, TENSOR, param_sharding
 
 VERSION = 1
@@ -66,9 +67,8 @@ def save(
     """
     import orbax.checkpoint as ocp  # a second of imports that only conversion needs
 
+    check_unused(folder, CheckpointError)
     folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError("exists and is not an empty folder: choose another", str(folder))
     dtypes = {str(x.dtype) for x in jax.tree.leaves(params) if x.dtype != "int32"}
     header = {
         "version": VERSION,

@@ -135,9 +135,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def bias_entry(text: str) -> tuple[int, float]:
-    """ID=X as a pair; argparse turns the ValueError into its sentence."""
+    """Parse ID=X as a pair."""
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be ID=X, a token id and a number, got {text!r}"
+        ) from None
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:

@@ -89,7 +89,6 @@ def _propose_block(config: ModelConfig, params: Params, state: DecodeState) -> t
 
 
 DSPARK = Drafter(init=_init_cache, absorb=_absorb_context, propose=_propose_block)
-DFLASH = DSPARK  # the same network without a Markov head
 
 
 # Prompt lookup: the text repeats itself.

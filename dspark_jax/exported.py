@@ -20,6 +20,7 @@ from jax import export
 from safetensors import SafetensorError, safe_open
 
 from dspark_jax.accounting import Request
+from dspark_jax.folders import check_unused
 from dspark_jax.intake import Intake, Prompt
 from dspark_jax.request import Result, SamplingParams
 from dspark_jax.rows import row_settings
@@ -55,9 +56,7 @@ def check_export(folder: str | Path, platforms: Sequence[str]) -> None:
     if unknown or not platforms:
         names = ", ".join(unknown) or "none"
         raise ExportError(f"platforms must be some of {', '.join(PLATFORMS)}, got {names}")
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ExportError(f"{folder} exists and is not an empty folder: choose another")
+    check_unused(folder, ExportError)
 
 
 def load_exported(folder: str | Path) -> ExportedPair:

@@ -49,8 +49,10 @@ def verify(
         accepted, last = verify_greedy(adjusted, proposal)
     else:
         laws = token_law(adjusted, state.sampling)
-        accept = verify_gumbel if decode.rejection == "gumbel" else verify_rejection
-        accepted, last = accept(laws, proposal, state, decode)
+        if decode.rejection == "gumbel":
+            accepted, last = verify_gumbel(laws, proposal, state)
+        else:
+            accepted, last = verify_rejection(laws, proposal, state, decode.rejection)
         if decode.ceiling:
             possible = jnp.sum(jnp.minimum(laws[:, :-1], proposal.probs), axis=-1)
     tokens, counts = emit(proposal, accepted, last, state)
@@ -72,7 +74,7 @@ def verify_greedy(
 
 
 def verify_gumbel(
-    laws: Float[Array, "B T V"], proposal: Proposal, state: DecodeState, decode: DecodeConfig
+    laws: Float[Array, "B T V"], proposal: Proposal, state: DecodeState
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Accept while the draft agrees with the target's own draw of the same noise."""
 
@@ -87,11 +89,11 @@ def verify_gumbel(
 
 
 def verify_rejection(
-    laws: Float[Array, "B T V"], proposal: Proposal, state: DecodeState, decode: DecodeConfig
+    laws: Float[Array, "B T V"], proposal: Proposal, state: DecodeState, rejection: str
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Speculative sampling with fresh coins, token by token or as a block."""
     flips = coins(state.sampling, state.cached, proposal.tokens.shape[1])
-    accepted, residual = judge(laws, proposal, flips, decode.rejection)
+    accepted, residual = judge(laws, proposal, flips, rejection)
     keys = stream_keys(state.sampling, Stream.TARGET, state.cached + 1 + accepted)
     last = draw(residual, gumbel_noise(keys, laws.shape[-1]))
     return accepted, last.astype(jnp.int32)

@@ -68,6 +68,7 @@ def test_overrides_are_flags(pair: list[str], capsys: pytest.CaptureFixture[str]
         ([], "nothing to do: give --check, --out STORE, --export-stablehlo DIR, or several"),
         (["--json", "--out", "x"], "--json goes with --check"),
         (["--check", "--block-size", "0"], "must be at least 1"),
+        (["--check", "--block-size", "abc"], "--block-size: must be a whole number, got 'abc'"),
         (["--check", "--target-layer-ids", "a,b"], "must be numbers with commas"),
         (["--check", "--strange"], "unrecognized arguments: --strange"),
         (["--check", "--dtype", "int8"], "invalid choice"),

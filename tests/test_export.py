@@ -173,8 +173,15 @@ def test_what_is_not_exported_is_refused(exported: Path) -> None:
 
 
 def test_the_command_refuses_before_it_reads(
-    pair: tuple[Path, Path], exported: Path, capsys: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path],
+    exported: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("convert.__main__.load_target_params", read)
     target = ["--target", str(pair[0])]
     for flags, words in (
         (
@@ -182,9 +189,15 @@ def test_the_command_refuses_before_it_reads(
             "rocm, tpu, got metal",
         ),
         (["--export-stablehlo", str(exported)], "exists and is not an empty folder"),
+        (["--out", str(exported)], "exists and is not an empty folder"),
+        (["--out", "x" * 300], "cannot be written: File name too long"),
+        (["--export-stablehlo", "x", "--max-length", "1"], "max_length must be at least 2, got 1"),
     ):
         assert main([*target, *flags]) == 2
-        assert words in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert words in err
     assert not Path("x").exists()
 
 
