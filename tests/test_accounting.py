@@ -24,8 +24,8 @@ def demo():
     return open_tokenizer(DEMO)
 
 
-def request(max_tokens=8, stop_ids=(), tokenizer=None, stop=(), prompt=(1, 2)):
-    params = SamplingParams(max_tokens=max_tokens, stop=stop)
+def request(max_tokens=8, stop_ids=(), tokenizer=None, stop=(), prompt=(1, 2), min_tokens=0):
+    params = SamplingParams(max_tokens=max_tokens, stop=stop, min_tokens=min_tokens)
     made = Request(prompt, params, 0, stop_ids, TextStream(tokenizer, stop))
     made.start()
     return made
@@ -153,6 +153,25 @@ def test_stop_strings_cut_text_tokens_and_the_round(demo, stop, round_index, len
     assert result.proposal_lengths == [5] * (len(lengths) - 1) + (
         [] if not lengths else [lengths[-1] if inside else 5]
     )
+
+
+def test_a_round_that_a_stop_string_cuts_reports_no_chance_past_it(demo):
+    ids = [demo.encode(letter)[0] for letter in "abc"]
+    made = request(tokenizer=demo, stop=["b"])
+    made.take_first(ids[0])
+    made.take_round(ids[1:], accepted=1, proposed=2, done=False, possible=[0.75, 0.5])
+    assert made.result().proposal_lengths == [1]
+    assert made.result().possible_acceptance == [[0.75]]
+
+
+@pytest.mark.parametrize(("least", "kept"), [(1, 2), (2, 4)])
+def test_a_stop_string_counts_after_the_least_length(demo, least, kept):
+    ids = [demo.encode(letter)[0] for letter in "abcb"]
+    made = request(tokenizer=demo, stop=["b"], min_tokens=least)
+    made.take_first(ids[0])
+    made.take_round(ids[1:], accepted=2, proposed=2, done=False)
+    assert made.result().token_ids == ids[:kept]
+    assert made.result().finish_reason == "stop"
 
 
 def test_held_text_comes_out_at_the_cap(demo):

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from dspark_jax import decode
+from dspark_jax.cache import capacity
+from dspark_jax.state import Proposal
+from dspark_jax.verify import emit
 from tests.tiny import (
     Request,
     agreeing_params,
@@ -69,6 +72,14 @@ def test_a_prompt_around_the_chunk(params, length: int) -> None:
     assert run_alone(CONFIG, params, request).tokens == long_text(params, request)
 
 
+def test_the_caches_hold_the_trained_block_and_the_padded_chunk() -> None:
+    """The draft runs all of its block, however few of its drafts are used."""
+    block = CONFIG.draft_network.block_size
+    for length in range(MAX_LENGTH, MAX_LENGTH + CHUNK):
+        assert capacity(decoding(CONFIG, max_length=length, num_drafts=2)) >= length + block
+    assert capacity(decoding(CONFIG, prefill_chunk=MAX_LENGTH - 1)) >= 2 * (MAX_LENGTH - 1)
+
+
 def test_a_shorter_request_after_a_full_one_in_the_same_state(params) -> None:
     full = Request(prompt(20), max_tokens=MAX_LENGTH - 20)
     _, state = run(CONFIG, params, [full])
@@ -118,6 +129,23 @@ def test_a_stop_token_at_each_index(params) -> None:
         assert stopped.proposal_lengths[-1] == (CONFIG.decode.num_drafts if bonus else inside + 1)
         places.add("bonus" if bonus else inside)
     assert {"first", "bonus", 0, 1} <= places
+
+
+def test_drafts_behind_a_stop_count_as_neither_accepted_nor_proposed() -> None:
+    state = decode.init_state(CONFIG, 1)
+    state = state.replace(
+        done=jnp.array([False]),
+        limit=jnp.array([MAX_LENGTH]),
+        stop_ids=state.stop_ids.at[0, 0].set(7),
+    )
+    proposal = Proposal(
+        tokens=jnp.array([[5, 7, 3, 4, 2]]),
+        length=jnp.array([5]),
+        probs=jnp.zeros((1, 5, 0)),
+        confidence=jnp.zeros((1, 0)),
+    )
+    _, counts = emit(proposal, jnp.array([4]), jnp.array([9]), state)
+    assert counts.tolist() == [[2, 2, 2, 1]]
 
 
 def test_a_stop_past_the_cap_does_not_count(params) -> None:

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dspark_jax import decode
-from dspark_jax.controls import adjust_block, admit_controls, init_controls
+from dspark_jax.controls import adjust_block, admit_controls, init_controls, mark_prompt
+from dspark_jax.drafters import NONE
 from dspark_jax.request import SamplingParams
 from dspark_jax.rows import row_settings
+from dspark_jax.verify import verify
 from tests.tiny import agreeing_params, many_rounds, quick_compilation, tiny_config
 
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 3, 5]
@@ -86,6 +89,34 @@ def test_least_length_holds_the_stop_back_and_no_longer(pair):
     tokens, _ = _decode(config, params, CONTROLS["least length"], 0.0)
     assert tokens.index(STOP) == 12
     assert tokens[-1] == STOP
+
+
+def test_a_prompt_is_marked_without_what_pads_its_chunk():
+    ids, count = jnp.asarray([3, 5, 0, 0]), jnp.int32(2)
+    marked = mark_prompt(init_controls(2, 9), jnp.int32(1), ids, count).in_prompt
+    assert np.argwhere(marked).tolist() == [[1, 3], [1, 5]]
+
+
+def test_a_slot_keeps_no_control_of_its_last_request():
+    used = jax.tree.map(jnp.ones_like, init_controls(2, 61))
+    row = row_settings(6, SamplingParams(**CONTROLS["all"]), stop_ids=[STOP])
+    admitted = [admit_controls(one, jnp.int32(1), row) for one in (used, init_controls(2, 61))]
+    for mine, fresh in zip(*map(jax.tree.leaves, admitted), strict=True):
+        np.testing.assert_array_equal(mine[1], fresh[1])
+        np.testing.assert_array_equal(mine[0], np.ones_like(mine[0]))
+
+
+def test_log_probabilities_are_of_the_law_before_the_controls(pair):
+    _, plain, _ = pair
+    config = replace(plain, decode=replace(plain.decode, sampled=False, logprobs=1))
+    row = row_settings(3, SamplingParams(logit_bias={7: 100.0}))
+    state = decode.admit(config, decode.init_state(config, 1), jnp.int32(0), row)
+    _, nothing = NONE.propose(config, {}, state)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 1, 61)), jnp.float32)
+    output = verify(logits, nothing, state, config.decode)
+    assert output.tokens.tolist() == [[7]]
+    law = jax.nn.log_softmax(logits[0, 0])
+    np.testing.assert_allclose(output.logprobs.values[0, 0], [law[7], law.max()], rtol=1e-6)
 
 
 def test_each_slot_counts_the_drafts_before_it():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_jax import decode
+from dspark_jax.state import MAX_ROUNDS
 from tests.tiny import (
     Request,
     agreeing_params,
@@ -102,6 +103,23 @@ def test_a_sampled_row_depends_on_nothing_around_it(agreeing, rejection: str) ->
     turned, _ = run(config, params, SAMPLED, slots=[3, 0, 2], batch=4)
     assert turned == alone
     assert run_alone(config, params, replace(SAMPLED[0], seed=9)).tokens != alone[0].tokens
+
+
+def test_a_sampled_row_depends_on_nothing_that_held_its_slot() -> None:
+    """With a draft whose context counts: rows that waited for it are not the next request's."""
+    config = tiny_config()
+    params = random_params(config)
+    before, after = SAMPLED[2], replace(SAMPLED[1], max_tokens=30)
+    _, state = run(config, params, [before])
+    again, _ = run(config, params, [after], state=state)
+    assert again == [run_alone(config, params, after)]
+
+
+def test_more_rounds_than_a_call_can_run_are_cut(agreeing) -> None:
+    config, params = plain_config(agreeing[0]), agreeing[1]
+    state, _ = start(config, params, decode.init_state(config, 1), 0, Request([7], 40))
+    state, _, counts = many_rounds(config, params, state, 2 * MAX_ROUNDS)
+    assert int(state.cached[0]) == 1 + int(np.sum(np.asarray(counts)[0, :, 0])) == 1 + MAX_ROUNDS
 
 
 def test_single_rounds_give_what_rounds_in_one_call_give(agreeing) -> None:

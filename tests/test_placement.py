@@ -93,7 +93,7 @@ def test_rows_go_on_in_another_slot_and_a_released_one_rests() -> None:
     state = move_rows(state, [1, 0, 0, 0])
     state = release(config, state, np.array([False, True, True, True]))
     assert state.done.tolist() == [False, True, True, True]
-    assert state.cached.tolist()[1:] == [0, 0, 0]
+    assert state.cached.tolist()[1:] == state.context_len.tolist()[1:] == [0, 0, 0]
     rested = jax.tree.map(np.asarray, (state.anchor, state.cached))
     while not bool(state.done.all()):
         state, tokens, counts = many_rounds(config, params, state)

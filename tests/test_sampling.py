@@ -99,6 +99,18 @@ def test_filters_of_one_row_leave_the_others_alone() -> None:
     np.testing.assert_allclose(np.asarray(untruncated)[:, 0], free, atol=1e-7)
 
 
+def test_a_row_without_top_p_keeps_its_tail_beside_one_with() -> None:
+    """Its first id rounds to the whole mass, which is no reason to cut the others."""
+    logits = np.tile(np.array([0, -18, -19], np.float32), (2, 1))
+    rows = settings(top_p=np.array([1, 0.5], np.float32))
+    assert (law(logits, rows) > 0).tolist() == [[True, True, True], [True, False, False]]
+
+
+def test_the_largest_is_the_first_of_equals_and_always_an_id() -> None:
+    values = jnp.array([[1, 3, 3], [jnp.nan] * 3, [-jnp.inf] * 3])
+    assert sampling.largest(values).tolist() == [1, 2, 0]
+
+
 def test_draws_follow_the_law_and_never_take_a_zero() -> None:
     count, wished = 100_000, np.array([0.5, 0.0, 0.3, 0.2, 0.0], np.float32)
     rows = settings(temperature=np.ones(count, np.float32))

@@ -338,6 +338,14 @@ def test_what_is_chosen_among_copies_no_cache() -> None:
         assert not re.search(rf"= f32\[{shape}\]\S* copy\(", program)
 
 
+def test_a_new_row_knows_nothing_of_the_gains_of_the_last() -> None:
+    config = scheduled(tiny_config(), tokens=(4, 10), rounds=(1.0, 1.5))
+    state = decode.init_state(config, ROWS)
+    state = state.replace(gains=state.gains.replace(rounds=jnp.full(ROWS, 9, jnp.int32)))
+    state = decode.admit(config, state, jnp.int32(1), Request([1], 4).settings())
+    assert state.gains.rounds.tolist() == [9, 0]
+
+
 def test_a_batch_without_costs_is_refused_with_the_remedy() -> None:
     config = scheduled(tiny_config(), batch=4, tokens=(8, 20), rounds=(1.0, 1.5))
     state = decode.init_state(config, 3)
