@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_conversations(place: str | Path, subsets: Sequence[str] = ()) -> list[C
     """Read a file, or a folder of SPEED-Bench with one folder or file a subset.
 
     A line of a text file is a prompt. A row of the other kinds holds `turns` (a list of strings),
-    `messages` (of which the user's count) or `prompt`. Raises ValueError, naming file and row.
+    `messages` (of which the user's count) or `prompt`. Raises ValueError, naming file and line.
     """
     place = Path(place)
     if place.is_file():
@@ -86,30 +87,43 @@ def _read_file(path: Path, subset: str, first: int = 0) -> Iterator[Conversation
     rows = _rows(path)
     if not rows:
         raise ValueError(f"{path} holds no prompt")
-    for index, row in enumerate(rows):
-        yield _conversation(row, f"{path}, row {index}", first + index, subset)
+    for index, (name, row) in enumerate(rows):
+        yield _conversation(row, name, first + index, subset)
 
 
-def _rows(path: Path) -> list[Any]:
+def _rows(path: Path) -> list[tuple[str, Any]]:
+    """Each row, with the name that errors call it by."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        return _parquet_rows(path)
+        return _numbered(path, _parquet_rows(path))
     if suffix not in SUFFIXES:
         raise ValueError(f"{path}: cannot read {suffix or 'a file without suffix'}; {SUFFIXES} can")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
-    lines = [line for line in text.split("\n") if line.strip()]
+    if suffix == ".json":
+        rows = _parse(str(path), text)
+        return _numbered(path, rows if isinstance(rows, list) else [rows])
+    lines = [
+        (f"{path}, line {number}", line)
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
     if suffix == ".txt":
-        return [{"prompt": line} for line in lines]
+        return [(name, {"prompt": line}) for name, line in lines]
+    return [(name, _parse(name, line)) for name, line in lines]
+
+
+def _numbered(path: Path, rows: list[Any]) -> list[tuple[str, Any]]:
+    return [(f"{path}, row {index}", row) for index, row in enumerate(rows)]
+
+
+def _parse(name: str, text: str) -> Any:
     try:
-        if suffix == ".json":
-            rows = json.loads(text)
-            return rows if isinstance(rows, list) else [rows]
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid {suffix[1:].upper()}: {error}") from None
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from None
 
 
 def _parquet_rows(path: Path) -> list[Any]:
@@ -132,7 +146,7 @@ def _conversation(row: Any, name: str, index: int, subset: str) -> Conversation:
         raise ValueError(f"{name} must be an object with `turns`, got {str(row)[:40]!r}")
     turns = row.get("turns")
     if turns is None and "messages" in row:
-        turns = [m.get("content") for m in row["messages"] if m.get("role") == "user"]
+        turns = _user_turns(name, row["messages"])
     if turns is None:
         turns = row.get("prompt")
     turns = [turns] if isinstance(turns, str) else turns
@@ -149,6 +163,15 @@ def _conversation(row: Any, name: str, index: int, subset: str) -> Conversation:
         subset=subset,
         **texts,
     )
+
+
+def _user_turns(name: str, messages: Any) -> list[Any]:
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise ValueError(
+            f"{name}: messages must be a list of objects with role and content, got"
+            f" {reprlib.repr(messages)}"
+        )
+    return [one.get("content") for one in messages if one.get("role") == "user"]
 
 
 def select(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.shadow import refuse_shadows
+from dspark_jax.text import conversations, has_chat_template
 
 DEFAULT_PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
 SAMPLING_FLAGS = (
@@ -172,8 +174,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def _check_template(flag: str, target: str | None) -> None:
     """Refuse a chat before weights are read, where the target is on this machine."""
-    from dspark_jax.text import has_chat_template
-
     folder = Path(target) if target else Path(__file__).parent / "demo" / "target"
     if folder.is_dir() and not has_chat_template(folder):
         name = target or "the embedded pair"
@@ -203,7 +203,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     return prompts or [DEFAULT_PROMPT]
 
 
-def read_messages(name: str | None) -> list[list[dict[str, Any]]]:
+def read_messages(name: str | None) -> list[Sequence[Mapping[str, Any]]]:
     """The conversations of --messages; none without the flag."""
     if name is None:
         return []
@@ -212,22 +212,9 @@ def read_messages(name: str | None) -> list[list[dict[str, Any]]]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--messages {name} is not JSON: {error}") from None
-    several = isinstance(found, list) and found and isinstance(found[0], list)
-    conversations = found if several else [found]
-    if not all(map(_is_conversation, conversations)):
-        raise ValueError(
-            f"--messages {name} must hold a list of messages with role and content each, or a"
-            " list of such lists"
-        )
-    return conversations
-
-
-def _is_conversation(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages)
-    )
+    if found == []:
+        raise ValueError(f"--messages {name} holds no message; write at least one")
+    return conversations(f"--messages {name}", found)
 
 
 def _read(flag: str, name: str) -> str:

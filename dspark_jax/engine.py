@@ -16,11 +16,11 @@ from dspark_jax.accounting import Request
 from dspark_jax.advice import DraftAdvice
 from dspark_jax.config import ModelConfig
 from dspark_jax.costs import check_schedulable, measure_costs, save_costs
-from dspark_jax.intake import Intake, Prompt, conversations, settings
+from dspark_jax.intake import Intake, Prompt, settings
 from dspark_jax.loop import Loop
 from dspark_jax.request import Chunk, Result, SamplingParams, integer, items
 from dspark_jax.state import MAX_ROUNDS, Params
-from dspark_jax.text import Tokenizer
+from dspark_jax.text import Tokenizer, conversations
 from dspark_jax.tiers import BatchCosts
 
 STREAM_ROUNDS = 1  # rounds between two chunks of a stream
@@ -129,7 +129,9 @@ class Engine:
         off by default: the published drafts were trained without it and accept less with it.
         Raises ValueError where there is no template, and as `generate` does.
         """
-        prompts = [self.chat_ids(one, enable_thinking) for one in conversations(messages)]
+        prompts = [
+            self.chat_ids(one, enable_thinking) for one in conversations("messages", messages)
+        ]
         return self.generate(prompts, params)
 
     def chat_ids(

@@ -36,7 +36,7 @@ def read_defaults(folder: Path) -> dict[str, Any]:
         return {}
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a JSON object")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 from dspark_jax.accounting import Request
@@ -84,14 +84,11 @@ class Intake:
         if isinstance(prompt, str):
             ids = self.tokenizer_for("a prompt of text").encode(prompt)
         else:
+            kind = "a string or a list of token ids"
             try:
-                if isinstance(prompt, bytes | Mapping | Set):  # integers, and no ids in order
-                    raise TypeError
-                ids = [integer("a token id", token) for token in prompt]
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"{name} must be a string or a list of token ids, got {prompt!r}"
-                ) from None
+                ids = [integer("a token id", token) for token in items(name, prompt, kind)]
+            except ValueError:
+                raise ValueError(f"{name} must be {kind}, got {prompt!r}") from None
         if not ids:
             raise ValueError(f"{name} is empty; give at least one token")
         size = self.vocab_size
@@ -116,19 +113,3 @@ def settings(params: Any) -> list[SamplingParams]:
     if not all(isinstance(one, SamplingParams) for one in each):
         raise ValueError(f"params must be SamplingParams, one or one each, got {params!r}")
     return each
-
-
-def conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
-    """One conversation or several, as a list; ValueError where they do not hold messages."""
-    single = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
-    several = [messages] if single else messages
-    if not isinstance(several, Sequence) or not all(map(_is_conversation, several)):
-        raise ValueError(
-            'messages must be a list of {"role": ..., "content": ...}, or a list of such lists,'
-            f" got {messages!r}"
-        )
-    return list(several)
-
-
-def _is_conversation(one: Any) -> bool:
-    return isinstance(one, Sequence) and bool(one) and all(isinstance(m, Mapping) for m in one)

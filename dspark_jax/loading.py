@@ -255,8 +255,12 @@ def _sampling_defaults(folder: Path, wanted: bool, tell: Report) -> SamplingPara
         unknown = [name for name in found if name not in SamplingParams.__dataclass_fields__]
         if unknown:
             raise ValueError(f"generation_config.json sets {unknown[0]}, which is not supported")
+        try:
+            defaults = SamplingParams(**found)
+        except ValueError as error:
+            raise ValueError(f"{folder / 'generation_config.json'}: {error}") from None
         tell(f"note: sampling defaults of generation_config.json are used: {shown}")
-        return SamplingParams(**found)
+        return defaults
     tell(
         f"note: generation_config.json asks for {shown}, which is not used unless"
         " use_generation_config (--use-generation-config) says so"

@@ -31,8 +31,13 @@ SWITCHES = ("draft_truncation", "use_generation_config", "ceiling", "sample_from
 OPTIONAL = (
     *("num_speculative_tokens", "prefill_chunk", "block_size", "mask_token_id"),
     *("sample_from_anchor", "target_layer_ids", "calibration", "costs", "mesh"),
+    *("report", "progress"),
 )
 FILES = ("calibration", "costs")
+FUNCTIONS = {
+    "report": "a function that takes a line of text",
+    "progress": "a function that takes the bytes loaded and the bytes in all",
+}
 
 
 def refuse_options(decode: DecodeConfig, names: Sequence[str], reason: str) -> None:
@@ -54,6 +59,8 @@ def check_kinds(options: Mapping[str, Any]) -> None:
                 kind = "a folder or a hub repository id"
         elif name in FILES and not (isinstance(value, str | Path) and str(value)):
             kind = "a file"
+        elif name in FUNCTIONS and not callable(value):
+            kind = FUNCTIONS[name]
         elif name in INTEGERS and not _is_number(value, Integral):
             kind = "an integer"
         elif name in SWITCHES and not isinstance(value, bool):

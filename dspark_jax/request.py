@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 from dspark_jax.config import GREEDY_TEMPERATURE
@@ -21,6 +22,8 @@ MAX_BIAS = 300  # entries of a logit bias
 # Within these a law in float32 neither overflows nor loses its last token.
 MAX_TEMPERATURE, LEAST_TOP_P, MAX_LOGIT_BIAS = 1000.0, 1e-6, 1000.0
 REPETITION_PENALTIES = (0.01, 100.0)
+# Python iterates over these too, and gets keys, values in no order, or integers.
+_NO_LISTS = (Mapping, Set, bytes, bytearray, memoryview)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,10 +41,14 @@ def integer(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
+    _require(
+        isinstance(value, Real) and not isinstance(value, bool),
+        f"{name} must be a number, got {value!r}",
+    )
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    except OverflowError:
+        number = math.inf
     _require(math.isfinite(number), f"{name} must be finite, got {number}")
     return number
 
@@ -49,6 +56,8 @@ def _number(name: str, value: Any) -> float:
 def items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
     """The values as a tuple; ValueError, with the name and the kind, where they are none."""
     try:
+        if isinstance(values, _NO_LISTS):
+            raise TypeError
         return tuple(values)
     except TypeError:
         raise ValueError(f"{name} must be {kind}, got {values!r}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,37 @@ class Tokenizer:
                 f"the chat template of {self.folder} refused the messages:"
                 f" {type(error).__name__}: {error}"
             ) from error
+
+
+def conversations(name: str, messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or several, as a list; each message has a role and a content.
+
+    Raises ValueError, which calls them `name` and says what is missing.
+    """
+    single = isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping)
+    several = [messages] if single else messages
+    if not _is_list(several) or not all(_is_list(one) and one for one in several):
+        raise ValueError(
+            f'{name} must be a list of {{"role": ..., "content": ...}}, or a list of such lists,'
+            f" got {reprlib.repr(messages)}"
+        )
+    for index, one in enumerate(several):
+        place = "" if single else f" of conversation {index}"
+        for number, message in enumerate(one):
+            _check_message(f"{name}: message {number}{place}", message)
+    return list(several)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _check_message(name: str, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} must hold role and content, got {reprlib.repr(message)}")
+    missing = [key for key in ("role", "content") if key not in message]
+    if missing:
+        raise ValueError(f"{name} has no {' and no '.join(missing)}")
 
 
 def open_tokenizer(folder: Path) -> Tokenizer | None:

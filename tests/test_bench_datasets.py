@@ -83,22 +83,30 @@ def test_jsonl_text_and_messages(tmp_path):
     assert found[1].category == "own"
     (tmp_path / "own.json").write_text(json.dumps(rows))
     assert read_conversations(tmp_path / "own.json") == found
+    for name in ("own.jsonl", "own.json"):  # as an editor on Windows saves it
+        (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")
+        assert read_conversations(tmp_path / name) == found
     (tmp_path / "set").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / "set" / name).write_text(path.read_text())
     ids = [one.question_id for one in read_conversations(tmp_path / "set")]
     assert ids == [str(i) for i in range(6)]
-    (tmp_path / "own.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "own.txt").write_text("one\n\ntwo\n", encoding="utf-8-sig")
     assert [one.turns for one in read_conversations(tmp_path / "own.txt")] == [("one",), ("two",)]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", '{"turns": ["x"]}\nnot json\n', "not valid JSONL"),
-        ("a.jsonl", '{"question": "x"}\n', r"row 0 needs `turns`"),
-        ("a.jsonl", '{"turns": []}\n', r"row 0 needs `turns`"),
-        ("a.jsonl", '{"turns": [1]}\n', r"row 0 needs `turns`"),
+        ("a.jsonl", '{"turns": ["x"]}\nnot json\n', r"a\.jsonl, line 2 is not valid JSON"),
+        ("a.jsonl", "[" * 10**6, r"a\.jsonl, line 1 is not valid JSON: .*recursion"),
+        ("a.json", "[" * 10**6, r"a\.json is not valid JSON: .*recursion"),
+        ("a.json", '[{"turns": ["x"]}, 3]', r"a\.json, row 1 must be an object"),
+        ("a.jsonl", '\n{"question": "x"}\n', r"a\.jsonl, line 2 needs `turns`"),
+        ("a.jsonl", '{"turns": []}\n', r"line 1 needs `turns`"),
+        ("a.jsonl", '{"turns": [1]}\n', r"line 1 needs `turns`"),
+        ("a.jsonl", '{"messages": "abc"}', r"line 1: messages must be a list of .* got 'abc'"),
+        ("a.jsonl", '{"messages": [1]}', r"line 1: messages must be a list of .* got \[1\]"),
         ("a.jsonl", "[1]\n", "must be an object"),
         ("a.jsonl", "", "holds no prompt"),
         ("a.csv", "x", "cannot read .csv"),

@@ -22,6 +22,7 @@ CONFIG = tiny_config(vocab=17)
 VOCABULARY = CONFIG.target.vocab_size
 PARAMS = random_params(CONFIG, scale=0.15)  # mild logits: drafts are accepted now and then
 SHORT = SamplingParams(max_tokens=4)
+SAID = {"role": "user", "content": "hi"}
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], list(range(9)), [5] * 17]
 
 
@@ -223,6 +224,14 @@ def test_other_wrong_calls_are_named(engine):
         (lambda engine: engine.generate(5), "prompts must be a string or a list of prompts, got 5"),
         (lambda engine: engine.submit(b"ab"), "must be a string or a list of token ids, got b'ab'"),
         (lambda engine: engine.submit({1, 2}), "must be a string or a list of token ids"),
+        (lambda engine: engine.submit(bytearray(b"a")), "must be a string or a list of token ids"),
+        (lambda engine: engine.submit(memoryview(b"a")), "must be a string or a list of token"),
+        (
+            lambda engine: engine.generate({"def f": 1}),
+            "prompts must be a string or a list of prompts, got {'def f': 1}",
+        ),
+        (lambda engine: engine.generate({"def f"}), "prompts must be a string or a list of"),
+        (lambda engine: engine.generate(bytearray(b"ab")), "prompts must be a string or a list"),
         (
             lambda engine: engine.submit([1], SHORT, rounds="3"),
             "rounds must be an integer, got '3'",
@@ -235,6 +244,13 @@ def test_other_wrong_calls_are_named(engine):
         (lambda engine: engine.chat(5), "messages must be a list of .* got 5"),
         (lambda engine: engine.chat({"role": "user"}), "messages must be a list of"),
         (lambda engine: engine.chat([[]]), "messages must be a list of"),
+        (lambda engine: engine.chat(""), "messages must be a list of .* got ''"),
+        (lambda engine: engine.chat([{"role": "user"}]), "messages: message 0 has no content"),
+        (
+            lambda engine: engine.chat([[SAID], [SAID, {}]]),
+            "messages: message 1 of conversation 1 has no role and no content",
+        ),
+        (lambda engine: engine.chat([SAID, "x"]), "message 1 must hold role and content, got 'x'"),
         (lambda engine: engine.warmup(3), "params must be SamplingParams"),
         (lambda engine: engine.warmup(batches=3), "batches must be a list, got 3"),
         (lambda engine: engine.warmup(batches=[1.5]), "a batch must be an integer, got 1.5"),

@@ -189,11 +189,14 @@ def test_messages_of_a_file_are_a_conversation(command, tmp_path):
     assert [json.loads(line["prompt"]) for line in lines] == [messages, messages[:1]]
     assert lines[0]["prompt_tokens"] > lines[1]["prompt_tokens"]
     one = '{"role": "user", "content": "x"}'
-    for wrong in ("{", "[]", '["text"]', '[{"role": "user"}]', one, "3", f"[[{one}], {one}]"):
+    no_content = f"--messages {file}: message 0 has no content"
+    cases = {"{": "is not JSON", "[]": "holds no message", '[{"role": "user"}]': no_content}
+    for wrong in (*cases, '["text"]', one, "3", f"[[{one}], {one}]"):
         file.write_text(wrong)
         code, _, notes = command(*flags)
         assert code == 2
-        assert "--messages" in notes[-1]
+        assert f"--messages {file}" in notes[-1]
+        assert cases.get(wrong, "must be a list of") in notes[-1]
     file.unlink()
     assert f"--messages {file} cannot be read: No such file" in command(*flags)[2][-1]
 

@@ -185,6 +185,9 @@ def test_sampling_defaults_of_the_checkpoint(copied):
     set_generation_config(copied, do_sample=True, typical_p=0.9)
     with pytest.raises(ValueError, match="typical_p"):
         load(copied, use_generation_config=True, max_batch=1)
+    set_generation_config(copied, do_sample=True, top_k=-1)
+    with pytest.raises(ValueError, match=r"generation_config\.json: top_k cannot be negative"):
+        load(copied, use_generation_config=True, max_batch=1)
     (copied / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match="generation_config"):
         load(copied, max_batch=1)
@@ -213,6 +216,8 @@ def test_sampling_defaults_of_the_checkpoint(copied):
         ((None, True), {}, "draft must be a folder"),
         ((), {"dtype": ""}, "dtype must be float32 or bfloat16"),
         ((), {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ((), {"report": 1}, "report must be a function that takes a line of text, got 1"),
+        ((), {"progress": 1}, "progress must be a function that takes the bytes loaded"),
         ((), {"max_batch": 1.5}, "max_batch must be an integer, got 1.5"),
         ((), {"max_batch": None}, "max_batch must be an integer"),
         ((), {"max_length": 12.5}, "max_length must be an integer"),

@@ -31,6 +31,9 @@ def test_values_are_normalised_and_hashable():
     params = SamplingParams(max_tokens=np.int64(3), stop="end", stop_token_ids=[np.int32(4), 5])
     assert (params.max_tokens, params.stop, params.stop_token_ids) == (3, ("end",), (4, 5))
     assert type(params.max_tokens) is int
+    params = SamplingParams(temperature=np.float32(0.5), logit_bias={np.int32(3): np.int64(2)})
+    assert (params.temperature, params.logit_bias) == (0.5, ((3, 2.0),))
+    assert type(params.temperature) is float
     assert hash(params) == hash(dataclasses.replace(params))
 
 
@@ -47,6 +50,16 @@ def test_greedy_below_the_threshold(temperature, greedy):
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", "hot"),
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("min_p", np.bool_(True)),
+        ("logit_bias", {1: True}),
+        ("logit_bias", {1: "2"}),
+        ("logit_bias", {True: 2.0}),
+        ("stop", {"end": 1}),
+        ("stop", {"end"}),
+        ("stop_token_ids", {3: 4}),
+        ("stop_token_ids", b"ab"),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_k", -1),
