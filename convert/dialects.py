@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from convert.decoder import MODEL_TYPES
-from convert.settings import FLAG, WORD, ConfigReading, Kind
+from convert.settings import FLAG, WORD, ConfigReading, Kind, brief
 
 NESTED = ("dflash_config", "dspark_config")
 DRAFT_MODEL_TYPES = ("dflash", "dspark", "qwen3_dflash", "qwen3_dspark")  # Qwen3 layers inside
@@ -65,11 +65,17 @@ class DraftReading:
         """Look at the root, then in `dflash_config`, `dspark_config` and the `more` paths."""
         return self.config.find(name, kind, name, *(f"{n}.{name}" for n in NESTED), *more)
 
-    def overridden(self, name: str, found: Any) -> Any:
-        """Return the user's value where there is one, with a warning where the file differs."""
+    def overridden(self, name: str, kind: Kind, found: Any) -> Any:
+        """Return the user's value where there is one, with a warning where the file differs.
+
+        A value of another kind is a problem, as it is in a file (None comes back).
+        """
         asked = getattr(self.overrides, name)
         if asked is None:
             return found
+        if not kind.holds(asked):
+            self.problems.append(f"the override {name} must be {kind.words}, got {brief(asked)}")
+            return None
         if found is not None and found != asked:
             self.warnings.append(f"{name}: the file says {found}, overridden with {asked}")
         return self.config.record(name, asked, "override")

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Literal
 
 from convert.dialects import NESTED, W1, W2, DraftReading, architectures
-from convert.settings import COUNT, FLAG, LAYER_IDS, POSITIVE, SIZE, WORD, ConfigReading, Setting
+from convert.settings import (
+    COUNT,
+    FLAG,
+    LAYER_IDS,
+    POSITIVE,
+    SIZE,
+    WORD,
+    ConfigReading,
+    Setting,
+    brief,
+)
 
 CONFIDENCE = "confidence_head.proj.weight"
 
@@ -14,7 +24,7 @@ def read_block_size(draft: DraftReading) -> int:
     """Return the rows of the trained block (0 after a problem)."""
     before = len(draft.problems)
     size = draft.anywhere("block_size", SIZE, "dspark_block_size")
-    size = draft.overridden("block_size", size)
+    size = draft.overridden("block_size", SIZE, size)
     if size is None and len(draft.problems) == before:
         draft.config.problem(
             "block_size is missing: pass the trained block size (--block-size; 7 is common)"
@@ -26,7 +36,7 @@ def read_mask_token(draft: DraftReading) -> int:
     """Return the id that fills the block (0 after a problem)."""
     before = len(draft.problems)
     token = draft.anywhere("mask_token_id", COUNT, "dspark_noise_token_id")
-    token = draft.overridden("mask_token_id", token)
+    token = draft.overridden("mask_token_id", COUNT, token)
     if token is None and len(draft.problems) == before:
         draft.config.problem("mask_token_id is missing: pass it (--mask-token-id)")
     return token or 0
@@ -52,10 +62,8 @@ def read_taps(draft: DraftReading, target_depth: int, draft_depth: int) -> tuple
                 " (which counts one higher) name different layers"
             )
         direct = draft.config.record("target_layer_ids", lowered, f"{origin.origin} - 1")
-    asked = draft.overrides.target_layer_ids
-    if asked is not None:
-        draft.overridden("target_layer_ids", direct and tuple(direct))
-        return asked
+    if draft.overrides.target_layer_ids is not None:
+        return draft.overridden("target_layer_ids", LAYER_IDS, direct and tuple(direct)) or ()
     if direct is None and len(draft.problems) == before:
         if draft.packaging.name == "z-lab":
             spaced = spaced_taps(target_depth, draft_depth)
@@ -139,12 +147,10 @@ def read_layout(draft: DraftReading, block_size: int) -> bool:
     An explicit key decides, then block size minus the proposed tokens, then the packaging.
     """
     explicit = _explicit_layout(draft)
-    asked = draft.overrides.sample_from_anchor
     proposed = _proposed_tokens(draft.config)
     spare = block_size - proposed if proposed else None
-    if asked is not None:
-        draft.overridden("sample_from_anchor", explicit)
-        return asked
+    if draft.overrides.sample_from_anchor is not None:
+        return bool(draft.overridden("sample_from_anchor", FLAG, explicit))
     if explicit is not None:
         _check_proposed(draft, explicit, block_size, proposed)
         return bool(explicit)
@@ -208,7 +214,7 @@ def _proposed_tokens(reading: ConfigReading) -> int | None:
     counts = [count for count in given if count is not None]
     wrong = [c for c in counts if not SIZE.holds(c)]
     if wrong:
-        reading.problem(f"speculative_tokens must be a positive whole number, got {wrong[0]!r}")
+        reading.problem(f"speculative_tokens must be {SIZE.words}, got {brief(wrong[0])}")
         return None
     return max(counts, default=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 MAX_NUMBER = 1e30  # above every constant in use, below what overflows float32
@@ -18,27 +19,31 @@ class Kind(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # overrides may be numpy's
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < MAX_NUMBER  # NaN compares false
 
 
-SIZE = Kind("a positive whole number", lambda v: type(v) is int and 0 < v <= LARGEST)
-COUNT = Kind("a whole number of at least 0", lambda v: type(v) is int and 0 <= v <= LARGEST)
-LENGTH = Kind("a positive whole number", lambda v: type(v) is int and 0 < v < 1 << 31)
-DEPTH = Kind("a whole number from 1 to 1024", lambda v: type(v) is int and 0 < v <= 1024)
+SIZE = Kind(
+    f"a positive whole number of at most {LARGEST}", lambda v: _whole(v) and 0 < v <= LARGEST
+)
+COUNT = Kind(f"a whole number from 0 to {LARGEST}", lambda v: _whole(v) and 0 <= v <= LARGEST)
+LENGTH = Kind("a positive whole number below 2**31", lambda v: _whole(v) and 0 < v < 1 << 31)
+DEPTH = Kind("a whole number from 1 to 1024", lambda v: _whole(v) and 0 < v <= 1024)
 FLAG = Kind("true or false", lambda v: type(v) is bool)
 POSITIVE = Kind("a positive number", lambda v: _number(v) and v > 0)
 NONNEGATIVE = Kind("a number of at least 0", lambda v: _number(v) and v >= 0)
 WORD = Kind("a word", lambda v: isinstance(v, str))
 WORDS = Kind("a list of words", lambda v: _listed(v, lambda e: isinstance(e, str)))
-LAYER_IDS = Kind(
-    "a list of layer numbers", lambda v: bool(v) and _listed(v, lambda e: type(e) is int)
-)
+LAYER_IDS = Kind("a list of layer numbers", lambda v: bool(v) and _listed(v, _whole))
 SECTION = Kind("an object", lambda v: isinstance(v, dict))
 
 
 def _listed(value: Any, holds: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and len(value) <= 1024 and all(map(holds, value))
+    return isinstance(value, list | tuple) and len(value) <= 1024 and all(map(holds, value))
 
 
 class Setting(NamedTuple):

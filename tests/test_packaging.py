@@ -141,12 +141,32 @@ def test_a_layout_that_cannot_propose_so_many_is_refused(tmp_path: Path) -> None
 
 
 def test_overrides_win_and_warn(tmp_path: Path) -> None:
-    asked = DraftOverrides(block_size=4, mask_token_id=9, target_layer_ids=(1, 2, 4))
+    asked = DraftOverrides(block_size=np.int64(4), mask_token_id=9, target_layer_ids=(1, 2, 4))
     source = read_pair(tmp_path, TinyPair(), "deepspec", asked)
     config = source.config
     assert (config.block_size, config.mask_token_id, config.taps) == (4, 9, (1, 2, 4))
     assert len([w for w in source.warnings if "overridden" in w]) == 3
     assert source.settings["block_size"] == (4, "override")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("block_size", 100_000_000, "a positive whole number of at most 16777216, got 100000000"),
+        ("block_size", np.int64(0), "a positive whole number of at most"),
+        ("mask_token_id", -1, "a whole number from 0 to 16777216, got -1"),
+        ("target_layer_ids", (), "a list of layer numbers"),
+        ("target_layer_ids", (0,) * 1025, "a list of layer numbers"),
+        ("sample_from_anchor", 1, "true or false, got 1"),
+    ],
+)
+def test_overrides_are_held_to_the_bounds_of_a_file(
+    tmp_path: Path, name: str, value: Any, words: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_pair(tmp_path, TinyPair(), "deepspec", DraftOverrides(**{name: value}))
+    assert f"the override {name} must be {words}" in caught.value.problems[0]
+    assert len(caught.value.problems) == 1
 
 
 def test_default_taps_are_evenly_spaced(tmp_path: Path) -> None:
