@@ -13,7 +13,7 @@ from bench.datasets import Conversation
 from bench.entries import EngineEntry
 from bench.pairs import load_drafts
 from bench.serving import Generation
-from bench.torch_entries import torch_entries
+from bench.torch_entries import Handover, torch_entries
 from bench.torch_peers import build_draft
 from bench.torch_rules import loop_lacks
 from dspark_jax.config import NgramConfig, RopeConfig
@@ -94,7 +94,9 @@ def test_peers_stand_in_the_same_tables_with_the_same_texts(bench, tmp_path):  #
         assert name in html.read_text()
 
 
-def test_a_stop_ends_the_peers_where_it_ends_the_engine(entries):
+def test_a_stop_ends_the_peers_where_it_ends_the_engine(entries, monkeypatch):
+    put, tokens_put = Handover.put, []
+    monkeypatch.setattr(Handover, "put", lambda *both: (tokens_put.append(1), put(*both)))
     own, plain, loop = entries
     generation = Generation(output_len=32, temperature=0.0)
     (whole,) = own.answer(TALKS[:1], generation, 1, 0)
@@ -117,7 +119,10 @@ def test_a_stop_ends_the_peers_where_it_ends_the_engine(entries):
         for entry in (own, plain, loop):
             changed = replace(entry, engine=stopping)
             changed.warm_up(TALKS[:1], generation, 1)
+            tokens_put.clear()
             records += changed.answer(TALKS[:1], generation, 1, 5)
+            if entry is plain:  # nothing is decoded in vain
+                assert len(tokens_put) == 1 + (place + 1)  # the prompt comes first
         assert records[0].output_tokens == place + 1
         assert records[0].finish_reason == "stop"
         assert fields(records[1], TEXTS) == fields(records[0], TEXTS)
