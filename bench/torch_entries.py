@@ -256,5 +256,6 @@ def torch_entries(
 
 def torch_environment() -> str:
     """The software and the device of the peers."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    threads = f"CPU with {torch.get_num_threads()} threads"  # they wait for each other
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else threads
     return f"torch {torch.__version__} on {device}, transformers {transformers.__version__}"
