@@ -202,7 +202,11 @@ def draft_step(
 def verify_step(
     config: ModelConfig, params: Params, state: DecodeState, proposal: Proposal
 ) -> tuple[DecodeState, StepOutput]:
-    """Run the target on the anchor and its drafts, accept a prefix, commit it."""
+    """Run the target on the anchor and its drafts, accept a prefix, commit it.
+
+    `state` is what `draft_step` returned with the proposal: of another, whose context still waits,
+    the draft would never see those rows.
+    """
     return verify_proposal(config, params, state, proposal)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from dspark_jax.choice import choose
 from dspark_jax.config import ModelConfig
@@ -40,16 +40,11 @@ def run_round(
     config: ModelConfig, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepOutput]:
     """Draft, verify, accept, commit; where verification is scheduled, draft only where it pays."""
+    drafted = partial(drafted_round, config, params)
     if not config.decode.costs:
-        state, proposal = propose(config, params, state)
-        return verify_proposal(config, params, state, proposal)
-    paid = pays(state.gains, ~state.done)
-    drafting = paid | (state.gains.idle >= state.gains.wait)
-    plain, drafted = (
-        partial(plain_round, config, params),
-        partial(drafted_round, config, params, paid),
-    )
-    return choose(drafting, (plain, drafted), state)
+        return drafted(state)
+    drafting = pays(state.gains, ~state.done) | (state.gains.idle >= state.gains.wait)
+    return choose(drafting, (partial(plain_round, config, params), drafted), state)
 
 
 def batch_costs(config: ModelConfig, state: DecodeState) -> BatchCosts:
@@ -57,15 +52,10 @@ def batch_costs(config: ModelConfig, state: DecodeState) -> BatchCosts:
 
 
 def drafted_round(
-    config: ModelConfig, params: Params, paid: Bool[Array, ""], state: DecodeState
+    config: ModelConfig, params: Params, state: DecodeState
 ) -> tuple[DecodeState, StepOutput]:
-    active, costs = ~state.done, batch_costs(config, state)
     state, proposal = propose(config, params, state)
-    proposal, tier = schedule(config, state, proposal)
-    state, output = verify_tier(config, params, state, proposal, tier)
-    price = jnp.asarray(costs.rounds, jnp.float32)[tier] / costs.plain
-    gains = after_drafting(state.gains, output.counts[:, 0], active, price, paid)
-    return replace(state, gains=gains), output
+    return verify_proposal(config, params, state, proposal)
 
 
 def plain_round(
@@ -74,7 +64,7 @@ def plain_round(
     """The anchors alone, one row each, which wait as context until a block of them is full."""
     state = make_room(config, params, state)
     _, nothing = NONE.propose(config, params, state)
-    cache, (rows, output) = _verify_rows(config, params, WHOLE, state, nothing)
+    cache, (row, output) = _verify_rows(config, params, WHOLE, state, nothing)
     missing = config.decode.num_drafts
 
     def widen(x: Array) -> Array:
@@ -86,7 +76,12 @@ def plain_round(
         logprobs=jax.tree.map(widen, output.logprobs),
         possible=widen(output.possible) if config.decode.ceiling else output.possible,
     )
-    state, output = _commit(config, state, (cache, (rows, output)))
+    waiting = state.context_len
+    places = jnp.arange(waiting.size), waiting
+    context = jax.tree.map(
+        lambda rows, x: rows.at[places].set(x[:, 0], mode="drop"), state.context, row
+    )
+    state, output = _commit(config, state, (cache, (context, output)), waiting)
     return replace(state, gains=replace(state.gains, idle=state.gains.idle + 1)), output
 
 
@@ -132,11 +127,19 @@ def propose(
 def verify_proposal(
     config: ModelConfig, params: Params, state: DecodeState, proposal: Proposal
 ) -> tuple[DecodeState, StepOutput]:
-    """Verify all of a proposal, or what the schedule chooses of it."""
+    """Verify all of a proposal, or what the schedule chooses of it, which it learns from.
+
+    The state is one whose context was absorbed, as `propose` leaves it.
+    """
     if not config.decode.costs:
         return _commit(config, state, _verify_rows(config, params, WHOLE, state, proposal))
+    costs, active = batch_costs(config, state), ~state.done
+    paid = pays(state.gains, active)
     proposal, tier = schedule(config, state, proposal)
-    return verify_tier(config, params, state, proposal, tier)
+    state, output = verify_tier(config, params, state, proposal, tier)
+    price = jnp.asarray(costs.rounds, jnp.float32)[tier] / costs.plain
+    gains = after_drafting(state.gains, output.counts[:, 0], active, price, paid)
+    return replace(state, gains=gains), output
 
 
 def schedule(
@@ -196,19 +199,30 @@ def _verify_rows(
 
 
 def _commit(
-    config: ModelConfig, state: DecodeState, verified: Verified
+    config: ModelConfig,
+    state: DecodeState,
+    verified: Verified,
+    waiting: Int[Array, " B"] | int = 0,
 ) -> tuple[DecodeState, StepOutput]:
-    cache, (rows, output) = verified
+    cache, (context, output) = verified
     with jax.named_scope("decode_sample"):
-        state = commit(replace(state, target=cache), output, rows)
+        state = commit(replace(state, target=cache), output, context, waiting)
         if config.decode.controls:
             counted = count_generated(state.controls, output.tokens, output.counts[:, 0])
             state = replace(state, controls=counted)
     return state, output
 
 
-def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeState:
-    """Advance `cached`, not past the limit; a row that was finished before stays as it was."""
+def commit(
+    state: DecodeState,
+    output: StepOutput,
+    context: ContextRows,
+    waiting: Int[Array, " B"] | int,
+) -> DecodeState:
+    """Advance `cached`, not past the limit; a row that was finished before stays as it was.
+
+    The rows of the pass stand in `context` behind those that waited already.
+    """
 
     def kept(old: Array, new: Array) -> Array:
         return jnp.where(finished.reshape(-1, *[1] * (new.ndim - 1)), old, new)
@@ -217,27 +231,12 @@ def commit(state: DecodeState, output: StepOutput, rows: ContextRows) -> DecodeS
     advance = jnp.minimum(emitted, state.limit - state.cached)
     places = jnp.maximum(emitted - 1, 0)[:, None]
     anchor = jnp.take_along_axis(output.tokens, places, axis=1)[:, 0]
-    # Cut like `cached`: the next draft writes the context at their difference.
-    context, context_len = _join(state, rows, advance)
     return replace(
         state,
         cached=kept(state.cached, state.cached + advance),
         anchor=kept(state.anchor, anchor),
         done=output.counts[:, 3] > 0,
         context=jax.tree.map(kept, state.context, context),
-        context_len=kept(state.context_len, context_len),
+        # Cut like `cached`: the next draft writes the context at their difference.
+        context_len=kept(state.context_len, waiting + advance),
     )
-
-
-def _join(
-    state: DecodeState, rows: ContextRows, advance: Int[Array, " B"]
-) -> tuple[ContextRows, Int[Array, " B"]]:
-    """Context that waits after a pass: all there is room for, or a row behind the others."""
-    batch, width = rows.tokens.shape
-    if width == state.context.tokens.shape[1]:
-        return rows, advance  # none waited: a whole pass follows a draft, which absorbs
-    places = jnp.arange(batch)[:, None], state.context_len[:, None] + jnp.arange(width)
-    joined = jax.tree.map(
-        lambda old, new: old.at[places].set(new, mode="drop"), state.context, rows
-    )
-    return joined, state.context_len + advance

@@ -326,6 +326,27 @@ def test_greedy_rows_of_a_mixed_batch_equal_plain_decoding() -> None:
             assert one.tokens == tiny.run_alone(plain_config(fixed), params, request).tokens
 
 
+def test_a_round_in_two_steps_is_the_round() -> None:
+    config = scheduled(tiny_config(), tokens=(4, 10), rounds=(1.0, 1.5))
+    params = tiny.agreeing_params(config)
+
+    def started() -> Any:
+        state = decode.init_state(config, ROWS)
+        for slot in range(ROWS):
+            state, _ = tiny.start(config, params, state, slot, Request([slot + 1, 5], 40))
+        return state
+
+    whole, halves = started(), started()
+    for _ in range(4):
+        whole, expected = decode.decode_round(config, params, whole)
+        halves, proposal = decode.draft_step(config, params, halves)
+        halves, found = decode.verify_step(config, params, halves, proposal)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.counts, expected.counts)
+        jax.tree.map(np.testing.assert_array_equal, halves.gains, whole.gains)
+    assert (whole.gains.rounds == 4).all()
+
+
 def test_what_is_chosen_among_copies_no_cache() -> None:
     """Also where XLA copies all that passes through a conditional (CPU, before jax 0.11)."""
     config = scheduled(tiny_config(), batch=3, tokens=(6, 10, 15), rounds=(1.0, 1.3, 1.5))
