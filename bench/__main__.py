@@ -13,6 +13,7 @@ COMMANDS = {
     "report": "the HTML report of a JSON file that compare or speed wrote",
     "step": "plain decode, draft step, verify step and round on weights of true shapes",
     "schedule": "fixed, scheduled and no drafting at several batches and acceptance curves",
+    "costs": "what rounds cost here by batch and verified tokens, kept for scheduled verification",
     "calibrate": "temperatures of the confidence head: fitted, judged on other prompts, saved",
     "profile": "a round's device time by kind of kernel and by stage, beside plain decoding",
     "prefill": "prompts in chunks: tokens a second, time to first token, share of the peak",

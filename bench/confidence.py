@@ -18,7 +18,7 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
 from dspark_jax.request import SamplingParams
-from dspark_jax.rows import row_settings
+from dspark_jax.rows import prompt_chunks, row_settings
 from dspark_jax.state import DecodeState, Params
 
 BINS = 20  # of equal width, as in the published evaluator
@@ -145,7 +145,7 @@ def record(
         for slot, (prompt, one) in enumerate(zip(prompts[part], asked[part], strict=True)):
             row = row_settings(len(prompt), one, seed=one.seed or 0, stop_ids=stop_ids)
             state = decode.admit(config, state, np.int32(slot), row)
-            for chunk in _chunks(prompt, config.decode.prefill_chunk):
+            for chunk in prompt_chunks(prompt, config.decode.prefill_chunk):
                 state, _ = decode.prefill(config, params, state, np.int32(slot), *chunk)
         for told, counted in _rounds(config, params, state):
             ran = counted[:, 0] > 0
@@ -155,13 +155,6 @@ def record(
     told, counted = np.concatenate(logits), np.concatenate(counts)
     places = np.arange(told.shape[1])
     return Recorded(told, places < counted[:, 1:2], places < counted[:, 2:3])
-
-
-def _chunks(prompt: Sequence[int], size: int) -> Iterator[tuple[Any, Any, Any]]:
-    for begin in range(0, len(prompt), size):
-        part = np.asarray(prompt[begin : begin + size], np.int32)
-        last = np.bool_(begin + size >= len(prompt))
-        yield np.pad(part, (0, size - len(part))), np.int32(len(part)), last
 
 
 def _rounds(

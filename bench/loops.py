@@ -25,6 +25,8 @@ from bench.models import plain
 from dspark_jax import decode
 from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
+from dspark_jax.costs import rewind
+from dspark_jax.rounds import propose, verify_proposal
 from dspark_jax.sharding import abstract_state, settle, use_mesh
 from dspark_jax.state import MAX_ROUNDS, DecodeState, Params, Proposal
 
@@ -43,7 +45,7 @@ def draft_steps(
     """
 
     def step(_: Array, carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
-        state, proposal = decode.draft_step.__wrapped__(config, params, carry[0])
+        state, proposal = propose(config, params, carry[0])
         anchor = (proposal.tokens.sum(axis=1) + proposal.length) % config.target.vocab_size
         context = state.context
         if context.features.shape[-1]:  # else the context rows would be computed once for all
@@ -65,7 +67,7 @@ def verify_steps(
     proposal = _proposal(config, params, state)
 
     def step(_: Array, state: DecodeState) -> DecodeState:
-        return decode.verify_step.__wrapped__(config, params, state, proposal)[0]
+        return verify_proposal(config, params, state, proposal)[0]
 
     state = jax.lax.fori_loop(0, times, step, state)
     return settle(state), settle(state.anchor)
@@ -126,17 +128,6 @@ def compile_loops(
         Loop(name, own, partial(program, weights), hlo.parse(program.as_text()), mesh)
         for (name, own, weights, _), program in zip(lowered, compiled, strict=True)
     ]
-
-
-def rewind(state: DecodeState, cached: int) -> DecodeState:
-    """The same caches with `cached` rows each, of which a full block waits as context."""
-    _, rows, width = state.context.features.shape
-    return replace(
-        state,
-        cached=jnp.full_like(state.cached, cached),
-        done=jnp.zeros_like(state.done),
-        context_len=jnp.full_like(state.context_len, min(cached, rows) if width else 0),
-    )
 
 
 def wall(

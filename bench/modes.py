@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from bench.loops import rewind
 from bench.models import filled_state, plain
 from bench.synthetic import Acceptance, Curve, accepted_by
 from dspark_jax import decode, rounds
 from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
+from dspark_jax.costs import rewind
 from dspark_jax.state import MAX_ROUNDS, DecodeState, Gains, Params
 from dspark_jax.tiers import BatchCosts, verified_tiers
 

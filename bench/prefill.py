@@ -35,7 +35,7 @@ from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.request import SamplingParams
-from dspark_jax.rows import row_settings
+from dspark_jax.rows import prompt_chunks, row_settings
 from dspark_jax.state import DecodeState, Params
 from pallas_kernels.platform import default_device
 
@@ -64,15 +64,11 @@ class Prefill:
 
     def run(self, state: DecodeState, ids: np.ndarray) -> tuple[DecodeState, int]:
         """Admit a prompt and run its chunks, as an engine does."""
-        chunk, slot = self.config.decode.prefill_chunk, np.int32(0)
+        slot = np.int32(0)
         row = row_settings(len(ids), SamplingParams(max_tokens=1), seed=0, stop_ids=[])
         state = decode.admit(self.config, state, slot, row)
-        for begin in range(0, len(ids), chunk):
-            part = ids[begin : begin + chunk]
-            padded = np.pad(part, (0, chunk - len(part)))
-            last = np.bool_(begin + chunk >= len(ids))
-            count = np.int32(len(part))
-            state, first = self.compiled(self.params, state, slot, padded, count, last)
+        for chunk in prompt_chunks(ids.tolist(), self.config.decode.prefill_chunk):
+            state, first = self.compiled(self.params, state, slot, *chunk)
         return state, int(first.token)
 
 

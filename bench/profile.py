@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kernel_classes import CLASSES, CONTAINERS, OTHER, STAGES, Kernels
-from bench.loops import Loop, compile_loops, rewind
+from bench.loops import Loop, compile_loops
 from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, filled_state
 from bench.output import append_lines, check_chart, check_out, save_chart
 from bench.step import PAPER_LENGTH, ROOM, Line, pair, rounds_alone
 from bench.trace import Event, gaps_us, record_events
 from convert.flags import Parser
+from dspark_jax.costs import rewind
 from dspark_jax.generate import tell
 from dspark_jax.loading import ran_by
 from dspark_jax.state import MAX_ROUNDS

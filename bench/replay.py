@@ -20,7 +20,7 @@ from dspark_jax.accounting import Request
 from dspark_jax.config import ModelConfig
 from dspark_jax.engine import Engine
 from dspark_jax.layers import bind
-from dspark_jax.rows import row_settings
+from dspark_jax.rows import prompt_chunks, row_settings
 from dspark_jax.sampling import token_law
 from dspark_jax.state import DecodeState, Params, Proposal
 from dspark_jax.target import Target
@@ -53,21 +53,11 @@ class Replay:
 
     def _repeat(self, request: Request, tokens: Sequence[int]) -> list[float]:
         """Prefill all tokens but the anchor, then draft and judge one round."""
-        prompt, anchor = np.asarray(tokens[:-1], np.int32), tokens[-1]
+        prompt, anchor = tokens[:-1], tokens[-1]
         row = row_settings(len(prompt), request.params, seed=request.seed)
         state = decode.admit(self._config, self._state, np.int32(0), row)
-        chunk = self._config.decode.prefill_chunk
-        for begin in range(0, len(prompt), chunk):
-            part = prompt[begin : begin + chunk]
-            state, _ = decode.prefill(
-                self._config,
-                self._params,
-                state,
-                np.int32(0),
-                np.pad(part, (0, chunk - len(part))),
-                np.int32(len(part)),
-                np.bool_(begin + chunk >= len(prompt)),
-            )
+        for chunk in prompt_chunks(prompt, self._config.decode.prefill_chunk):
+            state, _ = decode.prefill(self._config, self._params, state, np.int32(0), *chunk)
         state = replace(state, anchor=jnp.full_like(state.anchor, anchor))
         self._state, proposal = decode.draft_step(self._config, self._params, state)
         possible = _shared_mass(self._config, self._params, self._state, proposal)

@@ -39,7 +39,7 @@ NEVER = 1 << 30
 Line = dict[str, Any]
 
 
-def measure_costs(bench: Bench, calls: int) -> BatchCosts:
+def time_tiers(bench: Bench, calls: int) -> BatchCosts:
     """Microseconds of a plain round and of a drafted round of each tier.
 
     Which of them runs is told by numbers that leave the schedule no choice.
@@ -121,7 +121,7 @@ def measure_batch(
     for mode in sorted(programs, key=MODES.index, reverse=True):  # scheduled comes first
         bench = Bench(programs[mode], batch, cached)
         if mode == "scheduled":
-            costs = measure_costs(bench, options.calls)
+            costs = time_tiers(bench, options.calls)
             times = {str(n): round(t, 1) for n, t in zip(costs.tokens, costs.rounds, strict=True)}
             shared |= {"plain_us": round(costs.plain, 1), "tiers_us": times}
             tell(f"batch {batch}: plain {costs.plain:.0f} us, by verified tokens {times}")

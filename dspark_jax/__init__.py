@@ -11,6 +11,7 @@ _HOMES = {
     "load": "dspark_jax.loading",
     "load_exported": "dspark_jax.exported",
     "Engine": "dspark_jax.engine",
+    "Request": "dspark_jax.accounting",
     "Result": "dspark_jax.request",
     "Chunk": "dspark_jax.request",
     "SamplingParams": "dspark_jax.request",

@@ -36,7 +36,7 @@ class Clock:
 
 
 class Request:
-    """One prompt, what was asked of it, and what it has got so far.
+    """One prompt, what was asked of it, and what it has got so far: `token_ids`, `text`.
 
     `take_chunk` and `cancel` may be called from any thread, the rest by the one that runs rounds.
 
@@ -159,6 +159,12 @@ class Request:
                 self.error = error
                 self._finish("error")
 
+    @property
+    def text(self) -> str:
+        """What the output reads so far, as far as it is settled."""
+        with self._lock:
+            return "".join(self._pieces)
+
     def take_chunk(self) -> Chunk:
         """What came in since the last call."""
         with self._lock:
@@ -184,7 +190,7 @@ class Request:
         if self.finish_reason is None:
             raise RuntimeError("the request is not finished")
         return Result(
-            text="".join(self._pieces),
+            text=self.text,
             token_ids=self.token_ids,
             finish_reason=self.finish_reason,
             acceptance_lengths=self.acceptance_lengths,

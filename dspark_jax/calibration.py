@@ -3,7 +3,6 @@ Scaling; `python -m bench calibrate` fits them)."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,18 +13,13 @@ from dspark_jax.config import ModelConfig
 VERSION = 1
 
 
-def _pair(config: ModelConfig) -> str:
-    shapes = repr((config.target.layers, config.target.vocab_size, config.draft))
-    return hashlib.sha256(shapes.encode()).hexdigest()[:16]
-
-
 def save_calibration(
     path: str | Path, config: ModelConfig, temperatures: Sequence[float], **more: Any
 ) -> None:
     """Write one temperature a position, and whatever else is worth keeping beside them."""
     tree = {
         "version": VERSION,
-        "pair": _pair(config),
+        "pair": config.pair_digest,
         "temperatures": [float(one) for one in temperatures],
         **more,
     }
@@ -39,7 +33,7 @@ def read_calibration(path: str | Path, config: ModelConfig) -> tuple[float, ...]
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
         if tree["version"] != VERSION:
             raise ValueError(f"version {tree['version']}, this program reads {VERSION}")
-        if tree["pair"] != _pair(config):
+        if tree["pair"] != config.pair_digest:
             raise ValueError("the temperatures are of a pair of other shapes")
         return tuple(float(one) for one in tree["temperatures"])
     except OSError as error:

@@ -5,6 +5,7 @@ Nothing here knows a checkpoint dialect; `convert/packaging.py` resolves one int
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -232,6 +233,12 @@ class ModelConfig:
             self.decode.confidence_threshold == 0.0 or draft.confidence != "none",
             "confidence_threshold is set, but the draft has no confidence head",
         )
+
+    @property
+    def pair_digest(self) -> str:
+        """Of the shapes of target and draft: what was fitted or timed for a pair names it so."""
+        shapes = repr((self.target.layers, self.target.vocab_size, self.draft))
+        return hashlib.sha256(shapes.encode()).hexdigest()[:16]
 
     @property
     def draft_network(self) -> DraftConfig | None:

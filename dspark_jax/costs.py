@@ -33,7 +33,7 @@ from dspark_jax.scheduler import batch_tiers
 from dspark_jax.sharding import DATA, TENSOR, make_state, use_mesh
 from dspark_jax.state import DecodeState, Params
 from dspark_jax.tiers import BatchCosts, verified_tiers
-from pallas_kernels.platform import default_device, resolve_implementation
+from pallas_kernels.platform import default_device, implementation_for
 
 VERSION = 2
 FOLDER = Path("~/.cache/dspark_jax/costs")  # where a checkpoint's own folder cannot take them
@@ -103,7 +103,7 @@ def measure_batch(
         nonlocal state
         times = []
         for _ in range(REPEATS + 1):  # the first warms up
-            state = jax.block_until_ready(_rewind(state, cached))
+            state = jax.block_until_ready(rewind(state, cached))
             begin = time.perf_counter()
             state = run(params, state, np.int32(tier), np.int32(rounds))
             jax.block_until_ready(state)
@@ -117,7 +117,8 @@ def measure_batch(
     )
 
 
-def _rewind(state: DecodeState, cached: int) -> DecodeState:
+def rewind(state: DecodeState, cached: int) -> DecodeState:
+    """The same caches with `cached` rows each, of which a full block waits as context."""
     waiting = min(cached, state.context.tokens.shape[1])  # plain rounds absorb it, once
     return replace(
         state,
@@ -149,15 +150,13 @@ def measure_costs(
 
 def made_for(config: ModelConfig, mesh: Mesh | None = None) -> dict[str, Any]:
     """What the costs depend on."""
-    resolved = resolve_implementation(config.decode.implementation)
-    pair = repr((config.target.layers, config.target.vocab_size, config.draft))
     return {
         "device": default_device().device_kind,
         "dtype": config.dtype,
-        "implementation": resolved if config.dtype == "bfloat16" else "xla",
+        "implementation": implementation_for(config.dtype, config.decode.implementation),
         "num_drafts": config.decode.num_drafts,
         "tensor_parallel": mesh.shape[TENSOR] if mesh else 1,
-        "pair": hashlib.sha256(pair.encode()).hexdigest()[:16],
+        "pair": config.pair_digest,
     }
 
 

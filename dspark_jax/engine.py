@@ -40,7 +40,8 @@ class Engine:
     All calls share one loop: up to `max_batch` requests decode together, others wait in order of
     arrival, and requests enter and leave while others run. Nothing runs by itself: the loop goes
     on while some call (`generate`, a stream that is read, `step`) drives it, for all requests.
-    Calls may come from several threads.
+    Calls may come from several threads. A request whose own text or programs fail ends alone; an
+    error of the device, and an interrupt of the call that drives, ends all that hold a slot.
     """
 
     def __init__(
@@ -258,8 +259,8 @@ class Engine:
         confidence head and where slots are split, RuntimeError while requests run.
         """
         check_schedulable(self.config, self.mesh)
-        self._loop.let_go()
-        found = measure_costs(self.config, self.params, self.max_batch, progress, self.mesh)
+        with self._loop.at_rest():  # a step of another thread waits
+            found = measure_costs(self.config, self.params, self.max_batch, progress, self.mesh)
         return save_costs(found, self.config, self.folder, self.mesh)
 
     def _enqueue(self, request: Request, rounds: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dspark_jax.accounting import Request
 from dspark_jax.folders import check_unused
 from dspark_jax.intake import Intake, Prompt
 from dspark_jax.request import Result, SamplingParams
-from dspark_jax.rows import row_settings
+from dspark_jax.rows import prompt_chunks, row_settings
 from dspark_jax.state import MAX_ROUNDS
 from dspark_jax.text import Tokenizer, open_tokenizer
 
@@ -205,10 +205,8 @@ class ExportedPair:
         for slot, request in enumerate(turn):
             request.start()
             state = admit(state, np.int32(slot), _row(request))
-            for ids, count, last in _chunks(request.prompt_ids, self._chunk):
-                state, first = prefill(
-                    self._weights, state, np.int32(slot), ids, np.int32(count), np.bool_(last)
-                )
+            for chunk in prompt_chunks(request.prompt_ids, self._chunk):
+                state, first = prefill(self._weights, state, np.int32(slot), *chunk)
             firsts.append(first)
         for request, token in zip(turn, jax.device_get(firsts), strict=True):
             request.take_first(int(token))
@@ -224,15 +222,6 @@ def _row(request: Request) -> list[Any]:
         len(request.prompt_ids), request.params, seed=request.seed, stop_ids=request.stop_ids
     )
     return jax.tree.leaves(row)
-
-
-def _chunks(prompt: Sequence[int], size: int) -> Iterator[tuple[np.ndarray, int, bool]]:
-    """A prompt in padded chunks: ids, how many are real, whether it is the last."""
-    for begin in range(0, len(prompt), size):
-        part = prompt[begin : begin + size]
-        ids = np.zeros(size, np.int32)
-        ids[: len(part)] = part
-        yield ids, len(part), begin + size >= len(prompt)
 
 
 def _take_rounds(request: Request, tokens: np.ndarray, counts: np.ndarray) -> None:

@@ -34,6 +34,7 @@ from pallas_kernels.platform import (
     decide_for,
     default_device,
     describe_device,
+    implementation_for,
     resolve_implementation,
 )
 
@@ -215,9 +216,7 @@ def _devices(device: Any, mesh: Mesh | None) -> str:
 
 def ran_by(config: ModelConfig) -> str:
     """What runs attention and cache writes of a decode step: "pallas" or "xla"."""
-    if config.dtype != "bfloat16":
-        return "xla"
-    return resolve_implementation(config.decode.implementation)
+    return implementation_for(config.dtype, config.decode.implementation)
 
 
 def _borrowing(draft: DraftConfig | NgramConfig | None) -> DraftConfig | NgramConfig | None:

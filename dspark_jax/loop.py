@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -38,7 +39,7 @@ class Loop:
 
     The batch is as large as the requests need: it grows when they arrive and shrinks, after a
     while, when they leave. Programs are compiled when a request enters that needs them, never
-    when one leaves. A row's tokens do not depend on the tier that it runs in.
+    when one leaves. In float32 a row's tokens do not depend on the tier that it runs in.
     """
 
     def __init__(
@@ -80,10 +81,7 @@ class Loop:
 
         Raises RuntimeError while requests are running.
         """
-        with self._lock, self.clock.pause():
-            if any(one.finish_reason is None for one in self.scheduler.live()):
-                raise RuntimeError("requests are running; warm up before the first one")
-            self._state = None  # its memory must be free before another takes its own
+        with self.at_rest():
             tiers = [Tier.of([one], batch) for batch in batches for one in each]
             for tier in dict.fromkeys(tiers):
                 if self.programs.compile_missing(tier):
@@ -93,12 +91,14 @@ class Loop:
                 for batch in {*batches} - {tier.batch}:
                     move_rows(self.programs.new_state(tier), [0] * batch)
 
-    def let_go(self) -> None:
-        """Free the memory of the state until the next step; RuntimeError while requests run."""
-        with self._lock:
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No step runs inside, and the state's memory is free; RuntimeError while requests run."""
+        with self._lock, self.clock.pause():
             if any(one.finish_reason is None for one in self.scheduler.live()):
                 raise RuntimeError("requests are running; let them end first")
             self._state = None
+            yield
 
     def _advance(self) -> list[Request]:
         self._enter()

@@ -33,8 +33,8 @@ class Tier:
     """What a batch needs of its programs; each value is a program of its own.
 
     A batch of greedy rows builds no noise and no laws, one without logit controls holds no state
-    for them, and log-probabilities are computed where a row wants them. A row's tokens are the
-    same in every tier that serves it.
+    for them, and log-probabilities are computed where a row wants them. In float32 a row's
+    tokens are the same in every tier that serves it.
     """
 
     batch: int

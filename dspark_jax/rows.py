@@ -1,8 +1,8 @@
-"""A request's settings as the arrays that `decode.admit` takes."""
+"""A request as the arrays that `decode.admit` and `decode.prefill` take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,19 @@ def row_settings(
         "bias_values": _padded(list(bias.values()), MAX_BIAS, 0, np.float32),
     }
     return RowSettings(**settings)
+
+
+def prompt_chunks(
+    prompt: Sequence[int], size: int
+) -> Iterator[tuple[np.ndarray, np.int32, np.bool_]]:
+    """A prompt in chunks of `size` ids: padded ids, how many are real, whether it is the last."""
+    for begin in range(0, len(prompt), size):
+        part = prompt[begin : begin + size]
+        yield (
+            _padded(part, size, 0, np.int32),
+            np.int32(len(part)),
+            np.bool_(begin + size >= len(prompt)),
+        )
 
 
 def _padded(values: Sequence[float], size: int, fill: float, dtype: type[np.generic]) -> np.ndarray:

@@ -80,8 +80,8 @@ class Verification:
         if path is None:
             raise ValueError(
                 f"verification 'scheduled' needs the costs of rounds on {device.device_kind}, and"
-                " none were measured for this pair; load it without, call"
-                " engine.profile_costs() once, then load it again"
+                " none were measured for this pair; measure them once with python -m bench costs"
+                " (or load it without and call engine.profile_costs())"
             )
         table = read_costs(path, config, mesh)
         return tuple(

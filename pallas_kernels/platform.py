@@ -55,6 +55,11 @@ def cuda_capability(device: Any = None) -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
+def implementation_for(dtype: str, implementation: str) -> str:
+    """Return what "auto", "pallas" or "xla" runs at a dtype: the kernels take bfloat16."""
+    return resolve_implementation(implementation) if dtype == "bfloat16" else "xla"
+
+
 def resolve_implementation(
     implementation: str, device: Any = None, *, unsupported: str | None = None
 ) -> str:

@@ -60,7 +60,7 @@ def test_scheduled_rounds_verify_what_is_likely(programs):
 
 
 def test_costs_are_measured_tier_by_tier(programs):
-    costs = schedule.measure_costs(Bench(programs["scheduled"], BATCH, 20), 1)
+    costs = schedule.time_tiers(Bench(programs["scheduled"], BATCH, 20), 1)
     assert (costs.batch, costs.tokens) == (BATCH, COSTS.tokens)
     assert min(costs.plain, *costs.rounds) > 0
 

@@ -331,7 +331,8 @@ def test_what_ended_but_holds_its_slot_is_in_nobodys_way(engine, solo):
     for request in left:
         engine.cancel(request)
     engine.warmup(GREEDY, batches=[1])
-    engine._loop.let_go()
+    with engine._loop.at_rest():
+        assert engine._loop._state is None
     assert engine.generate([PROMPTS[3]], GREEDY)[0].token_ids == solo(PROMPTS[3], GREEDY)
     running = engine.submit(PROMPTS[0], GREEDY)
     engine.step()

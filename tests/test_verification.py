@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.__main__ import main as bench_main
 from dspark_jax import SamplingParams, costs, load
 from dspark_jax.calibration import read_calibration, save_calibration
 from dspark_jax.engine import Engine
@@ -101,7 +102,7 @@ def test_another_device_without_costs_is_told_what_to_do(monkeypatch):
         platform, device_kind = "gpu", "NVIDIA H200"
 
     monkeypatch.setattr("dspark_jax.verification.default_device", Accelerator)
-    with pytest.raises(ValueError, match=r"on NVIDIA H200.*engine.profile_costs\(\) once"):
+    with pytest.raises(ValueError, match=r"on NVIDIA H200.*python -m bench costs"):
         load(verification="scheduled", max_length=64)
 
 
@@ -167,6 +168,23 @@ def test_a_batch_between_two_takes_costs_between_theirs():
     for batch, sampled in ((1, False), (5, False), (3, True)):
         with pytest.raises(ValueError, match="profile_costs"):
             costs_between((two, four), batch, sampled)
+
+
+def test_the_command_measures_and_says_where_it_is_kept(tiny_engine, monkeypatch, tmp_path, capsys):
+    found = [BatchCosts(2, 4.0, (4, 10), (5.0, 6.0), sampled=sampled) for sampled in (False, True)]
+
+    def measured(config, params, max_batch, progress, mesh):
+        for one in found:
+            progress(one)
+        return found
+
+    monkeypatch.setattr("bench.costs.load_drafts", lambda *_, **__: [tiny_engine])
+    monkeypatch.setattr("dspark_jax.engine.measure_costs", measured)
+    assert bench_main(["costs", "--max-batch", "2"]) == 0
+    shown = capsys.readouterr()
+    assert "4: 5, 10: 6" in shown.out
+    assert f"kept in {tmp_path}" in shown.err
+    assert costs.read_costs(costs.find_costs(tiny_engine.config), tiny_engine.config) == (*found,)
 
 
 def test_engines_that_cannot_schedule_are_not_measured():
