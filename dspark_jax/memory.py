@@ -20,7 +20,10 @@ from dspark_jax.target import Target
 from pallas_kernels.chunk_attention import cudnn_serves
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-_SAMPLED_LAWS = 8  # float32 arrays of T x V alive at once when laws are filtered and sorted
+# float32 arrays of B x T x V alive at once: logits, the laws of target and draft, the noise, and
+# what filters, block verification, ceiling and log-probabilities make of them (XLA's own count for
+# a round of all of these is 9.5); of greedy rows alone the logits and what is compared.
+_SAMPLED_LAWS, _GREEDY_LOGITS = 10, 3
 
 
 class DeviceMemoryError(ValueError):
@@ -180,7 +183,9 @@ def _round_bytes(config: ModelConfig, batch: int) -> int:
     rows, decode = config.decode.step_rows, config.decode
     layers = config.target.layers
     networks = _rows_bytes(config, layers, batch, rows, layers.num_heads)
-    arrays = (_SAMPLED_LAWS if decode.sampled else 2) + bool(decode.costs)  # packed and not
+    arrays = (_SAMPLED_LAWS if decode.sampled else _GREEDY_LOGITS) + bool(
+        decode.costs
+    )  # packed and not
     laws = arrays * batch * rows * config.target.vocab_size * 4
     network = config.draft_network
     features = batch * rows * (len(network.taps) if network else 0)

@@ -19,6 +19,7 @@ from dspark_jax.programs import Programs, Tier
 from tests.tiny import decoding, plain_config, random_params, tiny_config
 
 CONFIG = tiny_config(vocab=300, max_length=700)
+WIDE = tiny_config(vocab=5000, max_length=64)
 REDUCED = tiny_config(vocab=40, draft={"draft_vocab_size": 20, "own_head": True})
 OWNING = tiny_config(markov="rnn", draft={"own_embedding": True, "own_head": True})
 
@@ -40,13 +41,25 @@ def test_weights_and_cache_are_exact(config):
     assert plan.cache == nbytes(state.target) + nbytes(state.draft)
 
 
-def test_workspace_bounds_what_the_compiler_takes():
-    programs = Programs(CONFIG, random_params(CONFIG))
-    programs.compile_missing(Tier(batch=4))
+@pytest.mark.parametrize(
+    ("config", "tier"),
+    [
+        (CONFIG, Tier(batch=4)),
+        (
+            decoding(WIDE, rejection="block", ceiling=True),
+            Tier(batch=4, controls=True, logprobs=20),
+        ),
+        (decoding(WIDE, sampled=False), Tier(batch=4, sampled=False)),
+    ],
+    ids=["cache", "laws of a large vocabulary", "greedy"],
+)
+def test_workspace_bounds_what_the_compiler_takes(config, tier):
+    programs = Programs(config, random_params(config))
+    programs.compile_missing(tier)
     taken = max(
         program.memory_analysis().temp_size_in_bytes for program in programs._compiled.values()
     )
-    assert taken <= plan_memory(CONFIG, 4).workspace <= 4 * taken
+    assert taken <= plan_memory(config, 4).workspace <= 4 * taken
 
 
 def test_too_much_names_sum_free_memory_and_the_largest_length():
