@@ -69,7 +69,9 @@ def small_pair(implementation: str) -> ModelConfig:
     return ModelConfig(TargetConfig(layers, 64, max_length=512), draft, decoding, "bfloat16")
 
 
-def compile_round(config: ModelConfig, capability: str) -> str:
+def compile_round(config: ModelConfig, capability: str, *rounds: int) -> str:
+    """One round, or as many as are named in their loop."""
+    entry = decode.decode_rounds if rounds else decode.decode_round
     params = {
         "target": abstract_params(Target, config.target, config.dtype),
         "draft": abstract_params(Draft, config.draft, config.dtype),
@@ -79,7 +81,7 @@ def compile_round(config: ModelConfig, capability: str) -> str:
     with decide_for(device):
         return compile_for(
             device,
-            lambda state, params: decode.decode_round.__wrapped__(config, params, state),
+            lambda state, params: entry.__wrapped__(config, params, state, *rounds),
             state,
             params,
             donate=(0,),
@@ -145,7 +147,7 @@ def test_a_scheduled_round_copies_no_cache_into_its_branches():
     costs = BatchCosts(BATCH, plain=1.0, tokens=(4, 8, 16), rounds=(1.2, 1.3, 1.6))
     config = small_pair("auto")
     config = replace(config, decode=replace(config.decode, costs=(costs,)))
-    program = compile_round(config, "9.0")
+    program = compile_round(config, "9.0", 4)
     plain, draft, sizes = 5 * TARGET_LAYERS + 1, 5 * DRAFT_LAYERS + 1, 3 * 5 * TARGET_LAYERS
     assert kernel_calls(program) == plain + draft + sizes
     layers = config.target.layers
