@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import jax
 from jax.sharding import Mesh
 
 from convert import apply, store
@@ -128,14 +129,17 @@ def _open_store(folder: Path, with_draft: bool) -> Checkpoint:
     header = store.read_store(folder)
 
     def read(dtype: Dtype, progress: Progress | None, mesh: Mesh | None) -> Params:
-        if mesh is None:
-            return store.restore(folder, dtype=dtype, draft=with_draft)[0]
-        places = param_shardings(store.abstract_params(header, dtype), mesh)
+        places = param_shardings(store.abstract_params(header, dtype), mesh) if mesh else None
         params, _ = store.restore(folder, dtype=dtype, draft=with_draft, sharding=places)
-        layers = {"target": header.target.layers}
-        if header.draft:
-            layers["draft"] = header.draft.layers
-        return {name: arrange_params(tree, layers[name]) for name, tree in params.items()}
+        if mesh:
+            layers = {"target": header.target.layers}
+            if header.draft:
+                layers["draft"] = header.draft.layers
+            params = {name: arrange_params(tree, layers[name]) for name, tree in params.items()}
+        if progress:  # Orbax tells nothing on the way
+            size = sum(x.nbytes for x in jax.tree.leaves(params))
+            progress(size, size)
+        return params
 
     return Checkpoint(
         target=header.target,

@@ -82,7 +82,9 @@ def test_a_store_restores_the_same_parameters_and_brings_its_draft(engine, tmp_p
         engine.config.draft,
         token_files=TARGET,
     )
-    restored = load(folder, max_batch=8)
+    counts = []
+    restored = load(folder, max_batch=8, progress=lambda *told: counts.append(told))
+    assert counts[-1] == (sum(x.nbytes for x in jax.tree.leaves(engine.params)),) * 2
     assert restored.config == engine.config
     assert restored.stop_ids == engine.stop_ids == (0,)
     jax.tree.map(np.testing.assert_array_equal, restored.params, engine.params)
