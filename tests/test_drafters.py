@@ -81,6 +81,7 @@ def test_a_match_shorter_than_the_least_proposes_nothing():
     strict = replace(LOOKUP, draft=NgramConfig(max_match=3, min_match=2))
     assert proposal([1, 2, 3, 9, 3], strict)[1] == 0
     assert proposal([2, 3, 1, 9, 2, 3], strict)[1] == 5
+    assert proposal([7, 3, 0, 7], strict)[1] == 0  # nothing is before a text, not id 0 either
 
 
 REQUESTS = [

@@ -184,6 +184,20 @@ def test_cancelled_requests_leave_the_others_as_they_are(engine, solo):
         assert handles[index].token_ids == solo(PROMPTS[index], GREEDY)
 
 
+def test_the_row_of_a_cancelled_request_rests(engine):
+    engine.warmup(GREEDY, batches=[2])
+    long = replace(GREEDY, max_tokens=50)
+    gone, stays = (engine.submit(prompt, long, rounds=1) for prompt in PROMPTS[:2])
+    engine.step()
+    engine.cancel(gone)
+    engine.step()
+    state = engine._loop._state
+    assert state.done.tolist() == [True, False]
+    assert state.cached.tolist()[0] == 0 < state.cached.tolist()[1]
+    engine.cancel(stays)
+    finish(engine)
+
+
 def test_a_request_that_cannot_fit_is_refused_at_once(engine):
     with pytest.raises(ValueError, match=r"60 tokens.*max_tokens 12.*72.*max_length 64"):
         engine.submit([1] * 60, GREEDY)

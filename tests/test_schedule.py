@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dspark_jax import schedule
+from dspark_jax.decoding import DecodeConfig
+from dspark_jax.draft import proposal_length
 from dspark_jax.packing import pack_rows
 from dspark_jax.tiers import BatchCosts, costs_of, verified_tiers
 from tests.oracles import algorithm_1
@@ -109,6 +113,16 @@ def test_confidences_are_calibrated_by_position() -> None:
     np.testing.assert_allclose(schedule.survival(scaled)[0, 2], np.prod(scaled), rtol=1e-6)
 
 
+def test_a_threshold_is_of_calibrated_confidences() -> None:
+    settings = DecodeConfig(
+        max_length=8, num_drafts=3, confidence_threshold=0.5, temperatures=(1.0, 2.0, 0.25)
+    )
+    logits = jnp.array([[1.0, 0.0, -1.0], [4.0, 4.0, 4.0], [-1.0, 4.0, 4.0]])
+    assert proposal_length(logits, (3, 3), settings).tolist() == [2, 3, 0]
+    high = replace(settings, confidence_threshold=0.7)
+    assert proposal_length(jnp.array([[1.0, 1.0, 9.0]]), (1, 3), high).tolist() == [1]
+
+
 def test_the_envelope_is_the_largest_convex_curve_below_the_tiers() -> None:
     costs = BatchCosts(2, 1.0, (4, 8, 16, 32), (2.0, 3.5, 4.0, 8.0))
     curve = costs.envelope()
@@ -192,6 +206,7 @@ def test_drafting_rests_where_it_does_not_pay_and_comes_back() -> None:
     assert trials.run([1, 2], 40) < 15  # 1.5 tokens for twice the cost
     trials.run([1, 2], 150)
     assert trials.run([1, 2], 640) <= 10  # a trial now and then
+    assert int(trials.gains.wait) == schedule.LONGEST_WAIT
     trials.run([8, 8], 400)
     assert trials.run([8, 8], 50) == 50
     assert int(trials.gains.wait) == schedule.FIRST_WAIT
@@ -206,3 +221,14 @@ def test_drafting_that_pays_never_rests_and_a_new_row_is_no_reason_to_draft() ->
     assert not schedule.pays(trials.gains, trials.active)
     alone = jnp.array([False, True])
     assert schedule.pays(trials.gains, alone)  # nothing is known of a row that runs
+
+
+def test_means_go_back_so_many_rounds_and_rows_at_rest_keep_theirs() -> None:
+    trials = Trials(2, plain=1.0, cost=2.0)
+    trials.active = jnp.array([True, False])
+    trials.run([3, 0], 2 * schedule.MEMORY)
+    assert trials.gains.rounds.tolist() == [schedule.MEMORY, 0]
+    trials.price = 2.0 + schedule.MEMORY
+    trials.run([3 + schedule.MEMORY, 9], 1)
+    np.testing.assert_allclose(trials.gains.tokens, [4, 0], rtol=1e-6)
+    np.testing.assert_allclose(trials.gains.price, 3, rtol=1e-6)

@@ -359,6 +359,46 @@ def test_what_is_chosen_among_copies_no_cache() -> None:
         assert not re.search(rf"= f32\[{shape}\]\S* copy\(", program)
 
 
+def test_calibration_acts_on_what_is_verified() -> None:
+    config = scheduled(tiny_config(), batch=1, tokens=(2, 5), rounds=(1.0, 1.6))
+    state = decode.init_state(config, 1).replace(done=jnp.array([False]))
+    sure = Proposal(
+        tokens=jnp.zeros((1, 4), jnp.int32),
+        length=jnp.array([4]),
+        probs=jnp.zeros((1, 4, 0)),
+        confidence=jnp.full((1, 4), 3.0),
+    )
+    for temperatures, length in (((), 4), ((300.0,) * 4, 1)):
+        own = decoding(config, temperatures=temperatures)
+        assert rounds.schedule(own, state, sure)[0].length.tolist() == [length]
+
+
+def test_a_round_drafts_where_it_pays_or_where_it_has_waited() -> None:
+    """Rows that have ended do not count; the price of a drafted round is that of its tier."""
+    config = scheduled(tiny_config(), plain=2.0, tokens=(4, 10), rounds=(1.0, 99.0))
+    params = tiny.random_params(config)
+    run = jax.jit(rounds.run_round, static_argnums=0)
+    state = decode.init_state(config, ROWS)
+    for slot in range(ROWS):
+        state, _ = tiny.start(config, params, state, slot, Request([slot], 8))
+
+    def after(mean: float, idle: int, ended: bool = False) -> Any:
+        gains = schedule.init_gains(ROWS).replace(
+            rounds=jnp.full(ROWS, schedule.MEMORY),
+            tokens=jnp.array([mean, 9.0]),
+            price=jnp.float32(6),
+            idle=jnp.int32(idle),
+            wait=jnp.int32(5),
+        )
+        done = jnp.array([False, ended])
+        return run(config, params, state.replace(gains=gains, done=done))[0].gains
+
+    assert [int(after(*row).idle) for row in ((4, 0), (1, 4), (1, 5))] == [0, 5, 0]
+    assert int(after(4, 0, ended=True).idle) == 1
+    fresh = run(config, params, state)[0].gains
+    assert (float(fresh.price), fresh.rounds.tolist()) == (0.5, [1, 1])
+
+
 def test_a_new_row_knows_nothing_of_the_gains_of_the_last() -> None:
     config = scheduled(tiny_config(), tokens=(4, 10), rounds=(1.0, 1.5))
     state = decode.init_state(config, ROWS)

@@ -56,6 +56,7 @@ def test_slots_are_given_in_order_of_arrival():
     assert prefill(scheduler) == [(0, 3, True), (1, 3, True)]
     assert scheduler.running() == [(0, requests[0]), (1, requests[1])]
     requests[1].cancel()
+    assert scheduler.running() == [(0, requests[0])]  # at once
     assert settle(scheduler) == [(1, requests[2])]
     assert scheduler.vacated == set()  # its slot has been given anew
     requests[0].cancel()
@@ -166,6 +167,33 @@ def test_a_batch_shrinks_after_a_while_and_only_to_what_can_run():
     assert scheduler.slots == requests[6:]
 
 
+def test_calls_that_fewer_slots_would_have_served_count_in_a_row():
+    scheduler, requests = filled(8)
+
+    def calls(count=PATIENCE + 1):
+        return [scheduler.choose_batch(lambda size: True) for _ in range(count)]
+
+    def leave(gone):
+        for made in gone:
+            made.cancel()
+        scheduler.sweep()
+
+    assert calls(PATIENCE - 1) == [8] * (PATIENCE - 1)  # all of its slots are used
+    leave(requests[4:])
+    assert calls() == [8] * PATIENCE + [4]
+    assert calls(PATIENCE - 1) == [8] * (PATIENCE - 1)
+    late = [request() for _ in range(4)]
+    for made in late:
+        scheduler.submit(made)
+    scheduler.sweep()
+    assert calls(1) == [8]
+    leave(late)
+    assert calls() == [8] * PATIENCE + [4]
+    scheduler.resize(4)
+    leave(requests[2:4])
+    assert calls() == [4] * PATIENCE + [2]
+
+
 def test_an_idle_batch_takes_the_size_that_is_asked_for():
     scheduler, requests = filled(8)
     for made in requests:
@@ -181,3 +209,8 @@ def test_an_idle_batch_takes_the_size_that_is_asked_for():
 )
 def test_batch_tier(requests, max_batch, rows):
     assert batch_tier(requests, max_batch) == rows
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 4), (4, 4), (5, 8), (12, 12)])
+def test_a_batch_in_parts_of_one_size_holds_every_request(requests, rows):
+    assert batch_tier(requests, 12, parts=4) == rows
