@@ -52,10 +52,11 @@ def long_text(params, request: Request) -> list[int]:
 def test_a_full_cache_at_every_remainder_of_the_chunk(params, remainder: int) -> None:
     length = 2 * CHUNK + remainder
     request = Request(prompt(length), max_tokens=MAX_LENGTH - length)
-    drafted = run_alone(CONFIG, params, request)
+    (drafted,), state = run(CONFIG, params, [request])
     assert drafted.tokens == run_alone(PLAIN, params, request).tokens
     assert drafted.tokens == long_text(params, request)
     assert len(drafted.tokens) == MAX_LENGTH - length
+    assert state.cached.tolist() == [MAX_LENGTH]  # wherever its last round would have ended
     assert max(drafted.acceptance_lengths) > 1
 
 

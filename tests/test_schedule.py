@@ -146,6 +146,9 @@ def test_tiers_that_save_nothing_are_dropped() -> None:
     assert steep.pruned() == steep
     assert BatchCosts(8, 1.0, (16, 32, 64), (2.0, 2.01, 3.0)).pruned().tokens == (32, 64)
     assert costs_of((flat, steep), 64, True) is steep
+    greedy, sampled = (replace(steep, sampled=one) for one in (False, True))
+    assert costs_of((greedy, sampled), 64, True) is sampled
+    assert costs_of((sampled, greedy), 64, False) is greedy
     with pytest.raises(ValueError, match=r"no batch of 5 rows.*profile_costs"):
         costs_of((flat, steep), 5, True)
 

@@ -159,6 +159,18 @@ def test_costs_of_something_else_are_refused(tiny_engine, tmp_path):
         costs.read_costs(path, config)
 
 
+def test_what_costs_differently_has_a_file_of_its_own(tmp_path):
+    config = tiny.tiny_config()
+    others = (
+        tiny.tiny_config(num_drafts=2),
+        tiny.tiny_config(vocab=30),
+        replace(config, dtype="bfloat16"),
+    )
+    paths = [costs.costs_path(tmp_path, one) for one in (config, *others)]
+    assert len(set(paths)) == len(paths)
+    assert costs.costs_path(tmp_path, tiny.tiny_config(rejection="gumbel")) == paths[0]
+
+
 def test_a_batch_between_two_takes_costs_between_theirs():
     two = BatchCosts(2, 4.0, (4, 8, 12, 16), (5.0, 6.0, 7.0, 8.0), sampled=False)
     four = BatchCosts(4, 6.0, (8, 16, 32), (7.0, 10.0, 20.0), sampled=False)
