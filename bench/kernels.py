@@ -6,6 +6,7 @@ read bandwidth measured in the same run.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -64,17 +65,24 @@ def record(
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `bench kernels`."""
     parser = Parser(prog="bench kernels", description=__doc__)
-    parser.add_argument("--op", action="append", choices=OPS, help="only this op (repeatable)")
-    parser.add_argument("--implementation", action="append", choices=("pallas", "xla"))
-    parser.add_argument(
+    add = parser.add_argument
+    add("--op", action="append", choices=OPS, help="only this op (repeatable)")
+    add("--implementation", action="append", choices=("pallas", "xla"))
+    add(
         "--match",
         action="append",
         help="only shapes whose line holds this text, as 'batch=1 rows=8' (repeatable)",
     )
-    parser.add_argument("--out", type=Path, help="append JSON Lines here")
-    options = parser.parse_args(arguments)
+    add("--out", type=Path, help="append JSON Lines here")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; raises ValueError for what a caller can mend."""
+    options = build_parser().parse_args(arguments)
     check_out(options.out)
     implementations = tuple(options.implementation or ())
     if not implementations:

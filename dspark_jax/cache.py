@@ -18,8 +18,8 @@ ROW_TILE = 8  # cache rows come in multiples of what the kernels' copy engine mo
 def capacity(config: ModelConfig) -> int:
     """Cache rows a slot: the last round may start at max_length, the last chunk may be padded.
 
-    `dynamic_update_slice` moves an overflowing start back in silence and would overwrite true
-    rows, so both overhangs are allocated.
+    Rows past the end are dropped, and those of a block attend to one another: the overhang of a
+    block is allocated, and that of a chunk, so that no write ever depends on the rule.
     """
     decode = config.decode
     trained = config.draft_network.block_size if config.draft_network else 0
