@@ -16,10 +16,12 @@ import pytest
 from jax.sharding import Mesh
 
 from bench import step
+from bench.models import random_params
 from dspark_jax import costs, decode, load
 from dspark_jax.cache import capacity
 from dspark_jax.config import ModelConfig
 from dspark_jax.draft import Draft
+from dspark_jax.engine import Engine
 from dspark_jax.generate import main
 from dspark_jax.layers import abstract_params
 from dspark_jax.memory import plan_memory
@@ -146,13 +148,16 @@ def test_costs_are_measured_on_the_mesh_that_they_are_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
-    options = {"max_length": 64, "max_batch": 1}
+    mesh = make_mesh(4, 1)
+    config = decoding(CONFIG, max_length=32)
+    engine = Engine(config, random_params(config, mesh), max_batch=1, mesh=mesh)
     with quick_compilation():
-        path = load(tensor_parallel=2, **options).profile_costs()
-        engine = load(tensor_parallel=2, verification="scheduled", **options)
-        assert engine.config.decode.costs
-        with pytest.raises(ValueError, match="tensor_parallel 2, this run has 1"):
-            load(verification="scheduled", costs=path, **options)
+        path = engine.profile_costs()
+    assert costs.find_costs(config, mesh=mesh) == path
+    assert costs.find_costs(config) is None
+    assert len(costs.read_costs(path, config, mesh)) == 2
+    with pytest.raises(ValueError, match="tensor_parallel 4, this run has 1"):
+        costs.read_costs(path, config)
 
 
 def test_scheduled_verification_splits_no_slots() -> None:
