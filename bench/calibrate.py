@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_chart(options.chart)
     check_out(options.out)
     halves = choose_halves(options)
-    name = options.draft or EMBEDDED_DRAFT
+    name = EMBEDDED_DRAFT if options.draft is None else options.draft
     (engine,) = load_drafts(options, [name], options.max_concurrency)
     draft = engine.config.draft_network
     if draft is None or draft.confidence == "none":

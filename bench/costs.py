@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     (engine,) = load_drafts(
         options,
-        [options.draft or EMBEDDED_DRAFT],
+        [EMBEDDED_DRAFT if options.draft is None else options.draft],
         options.max_batch,
         tensor_parallel=options.tensor_parallel,
     )

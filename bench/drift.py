@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dataset:
         prompts = [one.turns[0] for one in read_conversations(options.dataset)]
     prompts = prompts[: options.num_prompts]
-    names = [options.draft or EMBEDDED_DRAFT, NONE]
+    names = [EMBEDDED_DRAFT if options.draft is None else options.draft, NONE]
     engines = load_drafts(options, names, min(options.max_concurrency, len(prompts)))
     params = SamplingParams(
         max_tokens=options.output_len, temperature=0.0, logprobs=2, ignore_eos=True

@@ -64,7 +64,7 @@ def load_drafts(
     engines: list[Engine] = []
     for name in names:
         engine = load(
-            options.target or EMBEDDED / "target",
+            EMBEDDED / "target" if options.target is None else options.target,
             _draft(options, name),
             dtype=options.dtype,
             max_length=options.max_length,
@@ -82,7 +82,7 @@ def load_drafts(
 
 def brings_draft(options: argparse.Namespace) -> bool:
     """Whether the target has a draft of its own: the embedded one, and a converted store."""
-    return not options.target or is_store(options.target)
+    return options.target is None or is_store(options.target)
 
 
 def _draft(options: argparse.Namespace, name: str) -> Any:
@@ -92,7 +92,7 @@ def _draft(options: argparse.Namespace, name: str) -> Any:
         return name
     if not brings_draft(options):
         raise ValueError(f"--draft {EMBEDDED_DRAFT}: {options.target} brings no draft; name one")
-    return None if options.target else EMBEDDED / "draft"
+    return EMBEDDED / "draft" if options.target is None else None
 
 
 def variant(engine: Engine, **switches: Any) -> Engine:

@@ -221,7 +221,7 @@ def torch_entries(
     A note on standard error says why it runs none.
     """
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", engines[0].config.dtype
-    folder = resolve_folder(options.target or EMBEDDED / "target")
+    folder = resolve_folder(EMBEDDED / "target" if options.target is None else options.target)
     target = load_target(folder, dtype, device)
     entries: list[Entry] = [
         TransformersEntry(
@@ -231,10 +231,10 @@ def torch_entries(
     fitting, reasons = [], []
     for name, engine in zip(names, engines, strict=True):
         reason = loop_lacks(engine.config.draft)
-        if reason:
-            reasons.append(f"{name} {reason}")
-        else:
+        if not reason:
             fitting.append((name, engine))
+        elif name != NONE:
+            reasons.append(f"{name} {reason}")
     for name, engine in fitting:
         config = engine.config.draft_network
         assert config is not None  # else it would lack something
@@ -249,8 +249,10 @@ def torch_entries(
                 network=load_draft(place, config, dtype, device),
             )
         )
-    if not fitting:
-        tell(f"note: {LOOP} is left out: {'; '.join(reasons)}")
+    if reasons or not fitting:
+        tell(f"note: {LOOP} is left out: {'; '.join(reasons) or 'no draft is named'}")
+    if fitting and (options.num_speculative_tokens or options.confidence_threshold):
+        tell(f"note: {LOOP} drafts the trained block and verifies all of it")
     return entries
 
 

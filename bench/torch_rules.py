@@ -41,7 +41,7 @@ def check_torch(options: argparse.Namespace) -> None:
     for library in ("torch", "transformers"):
         if not find_spec(library):
             raise ValueError(f"--torch needs {library}, not installed here: pip install {library}")
-    target = options.target or EMBEDDED / "target"
+    target = EMBEDDED / "target" if options.target is None else options.target
     if is_store(target):
         raise ValueError(
             f"--torch cannot read the converted store {target}; give --target the folder or hub id"

@@ -172,34 +172,46 @@ def save_costs(
     folder: str | Path | None = None,
     mesh: Mesh | None = None,
 ) -> Path:
-    """Write costs into a folder, or into the user's cache where that takes no files."""
+    """Write costs into a folder, or into the user's cache where that takes no files.
+
+    Batches that the file holds and `costs` does not stay in it.
+    """
+    writable = folder is not None and os.access(folder, os.W_OK)
+    path = costs_path(folder if folder is not None and writable else FOLDER, config, mesh)
+    found = {(one.batch, bool(one.sampled)): one for one in (*_held(path, config, mesh), *costs)}
     tree = {
         "version": VERSION,
         "made_for": made_for(config, mesh),
-        "costs": list(map(asdict, costs)),
+        "costs": [asdict(found[key]) for key in sorted(found)],
     }
-    writable = folder is not None and os.access(folder, os.W_OK)
-    path = costs_path(folder if folder is not None and writable else FOLDER, config, mesh)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     return path
 
 
+def _held(path: Path, config: ModelConfig, mesh: Mesh | None) -> tuple[BatchCosts, ...]:
+    try:
+        return read_costs(path, config, mesh)
+    except ValueError:  # none, or none that is of use
+        return ()
+
+
 def find_costs(
     config: ModelConfig, folder: str | Path | None = None, mesh: Mesh | None = None
 ) -> Path | None:
-    """The file that `save_costs` wrote for such a configuration; None where there is none."""
+    """The file that `save_costs` wrote last for such a configuration; None where there is none."""
     places = [costs_path(place, config, mesh) for place in (folder, FOLDER) if place is not None]
-    return next((path for path in places if path.is_file()), None)
+    written = [path for path in places if path.is_file()]
+    return max(written, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def read_costs(
     path: str | Path, config: ModelConfig, mesh: Mesh | None = None
 ) -> tuple[BatchCosts, ...]:
     """Read costs; raises ValueError for another file, and for costs of something else."""
-    remedy = "measure again with engine.profile_costs()"
+    remedy = "measure again with python -m bench costs or engine.profile_costs()"
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        tree = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         if tree["version"] != VERSION:
             raise ValueError(f"version {tree['version']}, this program reads {VERSION}")
         stored, own = tree["made_for"], made_for(config, mesh)
@@ -212,6 +224,6 @@ def read_costs(
         )
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"no cost table ({error!r})"
         raise ValueError(f"{path}: {reason}; {remedy}") from None

@@ -253,7 +253,8 @@ class Engine:
 
     def profile_costs(self, progress: Callable[[BatchCosts], None] = lambda costs: None) -> Path:
         """Measure what rounds cost here by batch and verified tokens, and return the file of it,
-        which `load(verification="scheduled")` finds; `progress` is called with each batch's.
+        which `load(verification="scheduled")` finds; `progress` is called with each batch's, and
+        must not call the engine.
 
         Most of it is compilation, about a minute a batch size. Raises ValueError without a
         confidence head and where slots are split, RuntimeError while requests run.

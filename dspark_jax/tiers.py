@@ -30,6 +30,8 @@ class BatchCosts:
     sampled: bool | None = None
 
     def __post_init__(self) -> None:
+        if not all(type(count) is int for count in (self.batch, *self.tokens)):
+            raise ValueError(f"a batch and verified tokens are whole numbers: {self}")
         if self.batch < 1 or not self.tokens or len(self.tokens) != len(self.rounds):
             raise ValueError(f"costs need a batch, and one cost for each tier: {self}")
         if list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < self.batch:
@@ -128,8 +130,9 @@ def costs_of(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> BatchCos
     for one in costs:
         if one.batch == batch and one.sampled in (sampled, None):
             return one
-    known = ", ".join(str(one.batch) for one in costs) or "none"
+    kind = "sampled" if sampled else "greedy"
+    known = ", ".join(str(one.batch) for one in costs if one.sampled in (sampled, None)) or "none"
     raise ValueError(
-        f"the cost table has no batch of {batch} rows (it has {known}); measure it with"
-        " engine.profile_costs()"
+        f"the cost table has no batch of {batch} rows for {kind} rounds (it has {known}); measure"
+        f" it with python -m bench costs --max-batch {batch} or engine.profile_costs()"
     )

@@ -47,7 +47,14 @@ def one_thread():
 @pytest.fixture
 def entries(bench):  # noqa: F811
     """The engine of the embedded pair as an entry, then transformers and the loop."""
-    options = argparse.Namespace(target=None, dtype=None, max_length=240, implementation="auto")
+    options = argparse.Namespace(
+        target=None,
+        dtype=None,
+        max_length=240,
+        implementation="auto",
+        num_speculative_tokens=None,
+        confidence_threshold=None,
+    )
     (engine,) = load_drafts(options, ["embedded"], 1)
     own = EngineEntry(name="embedded", draft="embedded", num_drafts=7, engine=engine)
     return own, *torch_entries(options, ["embedded"], [engine])
@@ -203,7 +210,7 @@ def test_without_a_draft_for_the_loop_transformers_runs_alone(bench):  # noqa: F
     )
     assert code == 0
     assert [run["name"] for run in measured["runs"]] == ["none", "transformers"]
-    assert "note: eager PyTorch DSpark is left out: none is no network\n" in err
+    assert "note: eager PyTorch DSpark is left out: no draft is named\n" in err
 
 
 def test_what_the_loop_lacks():

@@ -154,9 +154,24 @@ def test_costs_of_something_else_are_refused(tiny_engine, tmp_path):
         path.write_text(json.dumps(tree | change))
         with pytest.raises(ValueError, match=rf"{words}.*profile_costs"):
             costs.read_costs(path, config)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="profile_costs"):
-        costs.read_costs(path, config)
+    huge = {"costs": [tree["costs"][0] | {"plain": 10**400}]}
+    halves = {"costs": [tree["costs"][0] | {"tokens": [4.0, 6.0, 8.0, 10.0]}]}
+    for text in ("{", "[" * 100_000, json.dumps(tree | huge), json.dumps(tree | halves)):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="profile_costs"):
+            costs.read_costs(path, config)
+
+
+def test_what_was_measured_later_joins_what_was_before(tiny_engine, tmp_path):
+    config, store = tiny_engine.config, tmp_path / "store"
+    store.mkdir()
+    one, two = (modelled_costs(batch, config.decode.step_rows) for batch in (1, 2))
+    path = costs.save_costs([one, two], config, store)
+    dearer = replace(one, plain=2 * one.plain)
+    assert costs.save_costs([dearer], config, store) == path
+    assert costs.read_costs(path, config) == (dearer, two)
+    later = costs.save_costs([one], config)  # into the cache, as where a store takes no files
+    assert costs.find_costs(config, store) == later
 
 
 def test_what_costs_differently_has_a_file_of_its_own(tmp_path):
@@ -197,6 +212,12 @@ def test_the_command_measures_and_says_where_it_is_kept(tiny_engine, monkeypatch
     assert "4: 5, 10: 6" in shown.out
     assert f"kept in {tmp_path}" in shown.err
     assert costs.read_costs(costs.find_costs(tiny_engine.config), tiny_engine.config) == (*found,)
+
+
+def test_a_name_that_is_empty_is_not_the_embedded_pair(capsys):
+    for flag, words in (("--draft", "got ''"), ("--target", "brings no draft")):
+        assert bench_main(["costs", flag, ""]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_engines_that_cannot_schedule_are_not_measured():
