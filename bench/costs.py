@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts, positive
-from convert.flags import Parser
+from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts
+from convert.flags import Parser, positive
 from dspark_jax.generate import tell
 from dspark_jax.tiers import BatchCosts
 
@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bench costs", description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
-    add("--draft", metavar="DIR", help="folder or hub id (the embedded draft)")
+    add("--draft", default=EMBEDDED_DRAFT, metavar="DIR", help="folder or hub id (embedded)")
     add("--max-batch", type=positive, default=8, metavar="N", help="rows at once, at most (8)")
     add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices (1)")
     return parser
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     (engine,) = load_drafts(
         options,
-        [EMBEDDED_DRAFT if options.draft is None else options.draft],
+        [options.draft],
         options.max_batch,
         tensor_parallel=options.tensor_parallel,
     )

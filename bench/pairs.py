@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from convert.flags import positive
@@ -64,7 +65,7 @@ def load_drafts(
     engines: list[Engine] = []
     for name in names:
         engine = load(
-            EMBEDDED / "target" if options.target is None else options.target,
+            target_of(options),
             _draft(options, name),
             dtype=options.dtype,
             max_length=options.max_length,
@@ -78,6 +79,11 @@ def load_drafts(
             engine = variant(engine)
         engines.append(engine)
     return engines
+
+
+def target_of(options: argparse.Namespace) -> str | Path:
+    """The folder or hub id of --target."""
+    return EMBEDDED / "target" if options.target is None else options.target
 
 
 def brings_draft(options: argparse.Namespace) -> bool:

@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_outputs(options)
     chosen = select_prompts(options)
     generation = generation_of(options, options.rounds_per_call)
-    name = EMBEDDED_DRAFT if brings_draft(options) else NONE
-    name = name if options.draft is None else options.draft
+    brought = EMBEDDED_DRAFT if brings_draft(options) else NONE
+    name = brought if options.draft is None else options.draft
     flags = {key: getattr(options, key) for key in DRAFT_FLAGS}
     given = {key: value for key, value in flags.items() if value is not None}
     (engine,) = load_drafts(options, [name], max(options.max_concurrency), **given)

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from bench.datasets import Conversation
 from bench.entries import Entry
-from bench.pairs import EMBEDDED_DRAFT, NONE, short_name
+from bench.pairs import EMBEDDED_DRAFT, NONE, short_name, target_of
 from bench.records import Record
 from bench.serving import Generation, Turn, encode, record_of
 from bench.torch_peers import SETTLING, Decoder, Draft, build_draft
@@ -221,7 +221,7 @@ def torch_entries(
     A note on standard error says why it runs none.
     """
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", engines[0].config.dtype
-    folder = resolve_folder(EMBEDDED / "target" if options.target is None else options.target)
+    folder = resolve_folder(target_of(options))
     target = load_target(folder, dtype, device)
     entries: list[Entry] = [
         TransformersEntry(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
+from bench.pairs import target_of
 from convert.hub import resolve_folder
 from convert.packaging import read_target
 from convert.store import is_store
 from dspark_jax.config import GREEDY_TEMPERATURE, DraftConfig, LayersConfig, NgramConfig
-from dspark_jax.loading import EMBEDDED
 
 
 def is_qwen3(layers: LayersConfig) -> bool:
@@ -41,7 +41,7 @@ def check_torch(options: argparse.Namespace) -> None:
     for library in ("torch", "transformers"):
         if not find_spec(library):
             raise ValueError(f"--torch needs {library}, not installed here: pip install {library}")
-    target = EMBEDDED / "target" if options.target is None else options.target
+    target = target_of(options)
     if is_store(target):
         raise ValueError(
             f"--torch cannot read the converted store {target}; give --target the folder or hub id"

@@ -183,9 +183,8 @@ def _round_bytes(config: ModelConfig, batch: int) -> int:
     rows, decode = config.decode.step_rows, config.decode
     layers = config.target.layers
     networks = _rows_bytes(config, layers, batch, rows, layers.num_heads)
-    arrays = (_SAMPLED_LAWS if decode.sampled else _GREEDY_LOGITS) + bool(
-        decode.costs
-    )  # packed and not
+    alive = _SAMPLED_LAWS if decode.sampled else _GREEDY_LOGITS
+    arrays = alive + bool(decode.costs)  # packed and not
     laws = arrays * batch * rows * config.target.vocab_size * 4
     network = config.draft_network
     features = batch * rows * (len(network.taps) if network else 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,18 +91,13 @@ def make_room(config: ModelConfig, params: Params, state: DecodeState) -> Decode
     """
     full = (state.context_len >= config.decode.step_rows) & ~state.done
 
-    waiting = state.draft, state.context_len
+    def kept(state: DecodeState) -> tuple[DecodeState, tuple[()]]:
+        return state, ()
 
-    def kept(waiting: tuple[Any, Array]) -> tuple[tuple[Any, Array], tuple[()]]:
-        return waiting, ()
+    def absorbed(state: DecodeState) -> tuple[DecodeState, tuple[()]]:
+        return absorb(config, params, state), ()
 
-    def absorbed(waiting: tuple[Any, Array]) -> tuple[tuple[Any, Array], tuple[()]]:
-        own, context_len = waiting
-        after = absorb(config, params, replace(state, draft=own, context_len=context_len))
-        return (after.draft, after.context_len), ()
-
-    (own, context_len), _ = choose(jnp.any(full), (kept, absorbed), waiting)
-    return replace(state, draft=own, context_len=context_len)
+    return choose(jnp.any(full), (kept, absorbed), state)[0]
 
 
 def absorb(config: ModelConfig, params: Params, state: DecodeState) -> DecodeState:
