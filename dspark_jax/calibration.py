@@ -38,6 +38,6 @@ def read_calibration(path: str | Path, config: ModelConfig) -> tuple[float, ...]
         return tuple(float(one) for one in tree["temperatures"])
     except OSError as error:
         raise ValueError(f"calibration {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"no temperatures ({error!r})"
         raise ValueError(f"calibration {path}: {reason}; {remedy}") from None

@@ -234,7 +234,11 @@ def test_temperatures_come_back_and_act(tiny_engine, tmp_path):
     other = tiny.tiny_config(vocab=30)
     with pytest.raises(ValueError, match="of a pair of other shapes"):
         read_calibration(path, other)
-    for text, words in (("[]", "no temperatures"), ('{"version": 9}', "version 9")):
+    for text, words in (
+        ("[]", "no temperatures"),
+        ("[" * 100_000, "no temperatures"),
+        ('{"version": 9}', "version 9"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"{words}.*bench calibrate"):
             read_calibration(path, config)
