@@ -105,9 +105,9 @@ class Bench:
 
     def run(
         self, curve: Curve, costs: tuple[Any, ...], calls: int, gains: Gains | None = None
-    ) -> tuple[float, np.ndarray]:
-        """Seconds and counts [calls, B, rounds, 4] of chained calls, each from the same rows."""
-        bounds, counts, seconds = curve.bounds(self.batch), [], 0.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds [calls] and counts [calls, B, rounds, 4] of calls, each from the same rows."""
+        bounds, counts, seconds = curve.bounds(self.batch), [], []
         operands = tuple(jnp.asarray(x, jnp.float32) for x in costs)
         if gains is not None:
             self.state = replace(self.state, gains=jax.tree.map(jnp.copy, gains))
@@ -116,6 +116,6 @@ class Bench:
             begin = time.perf_counter()
             self.state, found = self.program.run(self.state, (bounds, jnp.int32(call)), operands)
             jax.block_until_ready(found)
-            seconds += time.perf_counter() - begin
+            seconds.append(time.perf_counter() - begin)
             counts.append(np.asarray(found))
-        return seconds, np.stack(counts)
+        return np.array(seconds), np.stack(counts)

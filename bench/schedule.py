@@ -57,7 +57,7 @@ def time_tiers(bench: Bench, calls: int) -> BatchCosts:
         seconds, found = bench.run(sure, costs, calls, gains)
         verified = found[..., 2].sum(1) + batch
         assert (verified == tokens).all(), f"{tokens} tokens were asked for, not {verified}"
-        return seconds / (calls * MAX_ROUNDS) * 1e6
+        return float(np.median(seconds)) / MAX_ROUNDS * 1e6
 
     flat = (1.0, np.ones(len(sizes)), np.ones(counts.size))
     resting = microseconds(flat, idle, batch)
@@ -68,16 +68,26 @@ def time_tiers(bench: Bench, calls: int) -> BatchCosts:
     return BatchCosts(batch, resting, sizes, tuple(drafted))
 
 
+def chosen_from(costs: BatchCosts) -> tuple[Any, ...]:
+    """Operands by which the tiers are never chosen that an engine would not have compiled."""
+    kept = costs.pruned()
+    rounds = [
+        cost if size in kept.tokens else np.inf
+        for size, cost in zip(costs.tokens, costs.rounds, strict=True)
+    ]
+    return costs.plain, np.array(rounds), kept.envelope()
+
+
 def measure_point(bench: Bench, curve: str, costs: BatchCosts, calls: int) -> Line:
     """Tokens a second of one mode under one curve."""
-    numbers = (costs.plain, np.array(costs.rounds), costs.envelope())
+    numbers = chosen_from(costs)
     scheduled = bench.program.mode == "scheduled"
     if scheduled:
         bench.run(CURVES[curve], numbers, WARM_CALLS, init_gains(bench.batch))
     else:
         bench.run(CURVES[curve], numbers, 1)
-    seconds, counts = bench.run(CURVES[curve], numbers, calls)
-    ran = calls * MAX_ROUNDS
+    times, counts = bench.run(CURVES[curve], numbers, calls)
+    seconds, ran = float(times.sum()), calls * MAX_ROUNDS
     tokens, drafts = counts[..., 0].sum(), counts[..., 2].sum()
     return {
         "bench": "schedule",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.state import Controls, RowSettings
+from pallas_kernels.platform import unroll_scans
 
 
 def init_controls(batch: int, vocab_size: int) -> Controls:
@@ -103,5 +104,6 @@ def adjust_block(
         adjusted = adjust(logits[:, slot], controls, generated, cached + 1 + slot, stop_ids)
         return generated.at[rows, following[:, slot]].add(1), adjusted
 
-    _, adjusted = jax.lax.scan(step, controls.generated, jnp.arange(logits.shape[1]))
+    slots = jnp.arange(logits.shape[1])
+    _, adjusted = jax.lax.scan(step, controls.generated, slots, unroll=unroll_scans())
     return adjusted.swapaxes(0, 1)

@@ -118,14 +118,23 @@ def measure_batch(
 
 
 def rewind(state: DecodeState, cached: int) -> DecodeState:
-    """The same caches with `cached` rows each, of which a full block waits as context."""
+    """The same caches with `cached` rows each, of which a full block waits as context.
+
+    In place: every node of a CUDA graph that reads what has moved is set anew before it runs, which
+    would be measured with the rounds.
+    """
     waiting = min(cached, state.context.tokens.shape[1])  # plain rounds absorb it, once
     return replace(
         state,
-        cached=jnp.full_like(state.cached, cached),
-        context_len=jnp.full_like(state.context_len, waiting),
-        done=jnp.zeros_like(state.done),
+        cached=_refilled(state.cached, cached),
+        context_len=_refilled(state.context_len, waiting),
+        done=_refilled(state.done, False),
     )
+
+
+def _refilled(old: Array, value: int | bool) -> Array:
+    fill = jax.jit(jnp.full_like, donate_argnums=0, keep_unused=True, out_shardings=old.sharding)
+    return fill(old, value)
 
 
 def measure_costs(

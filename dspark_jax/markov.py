@@ -19,6 +19,7 @@ from dspark_jax.config import DraftConfig
 from dspark_jax.layers import Embedding, Linear
 from dspark_jax.sharding import per_device, spec
 from pallas_kernels.markov_walk import markov_walk
+from pallas_kernels.platform import unroll_scans
 from pallas_kernels.projection import matmul_precision, project
 
 Choose = Callable[[Any, Array], tuple[Array, Array]]  # (slot, logits) -> (place, law)
@@ -110,5 +111,7 @@ def walk(
         return (token, state), (token, law, logits)
 
     start = jnp.zeros((batch, head.rank if head else 0), hidden.dtype)
-    _, (tokens, laws, logits) = jax.lax.scan(step, (anchor, start), jnp.arange(count))
+    _, (tokens, laws, logits) = jax.lax.scan(
+        step, (anchor, start), jnp.arange(count), unroll=unroll_scans()
+    )
     return tokens.T, laws.swapaxes(0, 1), logits.swapaxes(0, 1)

@@ -143,8 +143,8 @@ def schedule(
     costs, active = batch_costs(config, state), ~state.done
     with jax.named_scope("schedule"):
         alive = survival(confidences(proposal.confidence, config.decode.temperatures))
-        curve = jnp.asarray(costs.envelope(), jnp.float32)
-        tier = choose_tier(alive, active, curve, costs.tokens)
+        curve, rounds = (jnp.asarray(x, jnp.float32) for x in (costs.envelope(), costs.rounds))
+        tier = choose_tier(alive, active, curve, costs.tokens, rounds)
         lengths = fill_tier(alive, active, jnp.asarray(costs.tokens, jnp.int32)[tier])
     return replace(proposal, length=lengths), tier
 

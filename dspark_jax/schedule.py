@@ -40,15 +40,18 @@ def choose_tier(
     active: Bool[Array, " B"],
     curve: Float[Array, " N"],
     tiers: Sequence[int],
+    costs: Float[Array, " K"],
 ) -> Int[Array, ""]:
-    """Index of the smallest of the sizes `tiers` that holds what Algorithm 1 takes.
+    """Index of the cheapest of the sizes `tiers` that hold what Algorithm 1 takes.
 
-    `curve[n]` is the cost of a round that verifies n tokens, anchors included.
+    `curve[n]` is the cost of a round that verifies n tokens, anchors included, and `costs` those of
+    the sizes: packing can make a smaller one dearer than the next.
     """
     running = jnp.sum(active, dtype=jnp.int32)
     items, order = _in_order(survivals, active)
     chosen = running + worthwhile(items[order], running, curve)
-    return jnp.asarray(sum((chosen > size).astype(jnp.int32) for size in tiers[:-1]), jnp.int32)
+    holds = chosen <= jnp.asarray(tiers, jnp.int32)
+    return jnp.argmin(jnp.where(holds, costs, jnp.inf)).astype(jnp.int32)
 
 
 def fill_tier(

@@ -24,6 +24,7 @@ from dspark_jax.sampling import (
 )
 from dspark_jax.sharding import gather_logits
 from dspark_jax.state import DecodeState, Proposal, StepOutput
+from pallas_kernels.platform import unroll_scans
 
 LEAST_MASS = 1e-8  # a residual lighter than this is rounding: draw from the target's law
 
@@ -78,12 +79,14 @@ def verify_gumbel(
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Accept while the draft agrees with the target's own draw of the same noise."""
 
-    def draw_slot(slot: Array) -> Array:
+    def draw_slot(carry: None, slot: Array) -> tuple[None, Array]:
         keys = stream_keys(state.sampling, Stream.TARGET, state.cached + 1 + slot)
-        return draw(laws[:, slot], gumbel_noise(keys, laws.shape[-1]))
+        return carry, draw(laws[:, slot], gumbel_noise(keys, laws.shape[-1]))
 
     slots = jnp.arange(laws.shape[1])
-    own = jax.lax.map(draw_slot, slots).T.astype(jnp.int32)  # a slot at a time bounds the noise
+    # A slot at a time bounds the noise.
+    _, drawn = jax.lax.scan(draw_slot, None, slots, unroll=unroll_scans())
+    own = drawn.T.astype(jnp.int32)
     accepted = accepted_prefix(proposal.tokens == own[:, :-1], proposal.length)
     return accepted, _at(own, accepted)
 
@@ -145,7 +148,7 @@ def chain_products(laws: Float[Array, "B T V"], proposal: Proposal) -> Float[Arr
         return product, product
 
     first = jnp.ones(ratio.shape[:1], jnp.float32)
-    _, rest = jax.lax.scan(step, first, ratio.T)
+    _, rest = jax.lax.scan(step, first, ratio.T, unroll=unroll_scans())
     return jnp.concatenate([first[:, None], rest.T], axis=1)
 
 

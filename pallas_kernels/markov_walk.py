@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.platform import resolve_implementation
+from pallas_kernels.platform import resolve_implementation, unroll_scans
 from pallas_kernels.tuning import tuned
 from pallas_kernels.walk_step import FAR, Step, walk_step
 
@@ -84,7 +84,8 @@ def markov_walk_reference(
         token = jnp.where(score == best, ids, ids[-1]).min(axis=-1)
         return token, (token, logits)
 
-    _, (tokens, logits) = lax.scan(step, anchor, jnp.arange(base.shape[1]))
+    slots = jnp.arange(base.shape[1])
+    _, (tokens, logits) = lax.scan(step, anchor, slots, unroll=unroll_scans())
     return tokens.T, logits.swapaxes(0, 1)
 
 

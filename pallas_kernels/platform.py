@@ -55,6 +55,15 @@ def cuda_capability(device: Any = None) -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
+def unroll_scans() -> bool:
+    """Return whether scans over a block's slots are unrolled: on a GPU.
+
+    XLA puts a loop that stacks its outputs into no CUDA graph, nor any loop around it. Elsewhere
+    unrolling would cost compile time alone.
+    """
+    return default_device().platform == "gpu"
+
+
 def implementation_for(dtype: str, implementation: str) -> str:
     """Return what "auto", "pallas" or "xla" runs at a dtype: the kernels take bfloat16."""
     return resolve_implementation(implementation) if dtype == "bfloat16" else "xla"

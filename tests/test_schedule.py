@@ -33,7 +33,7 @@ def appendix_marginal() -> np.ndarray:
     for token, second in enumerate((0.9, 0.0)):
         alive = schedule.survival(jnp.array([[0.8, second]]))
         tiers = (1, 2, 3)
-        tier = schedule.choose_tier(alive, jnp.array([True]), curve, tiers)
+        tier = schedule.choose_tier(alive, jnp.array([True]), curve, tiers, jnp.arange(3.0))
         length = int(schedule.fill_tier(alive, jnp.array([True]), tiers[int(tier)])[0])
         assert length == int(tier)
         if length == 0:
@@ -67,7 +67,8 @@ def random_case(seed: int):
 
 def choose_lengths(alive, active, curve, tiers):
     alive, active = jnp.asarray(alive), jnp.asarray(active)
-    tier = schedule.choose_tier(alive, active, jnp.asarray(curve), tiers)
+    rising = jnp.arange(1.0, len(tiers) + 1)
+    tier = schedule.choose_tier(alive, active, jnp.asarray(curve), tiers, rising)
     return schedule.fill_tier(alive, active, tiers[int(tier)]), tier
 
 
@@ -79,6 +80,19 @@ def test_lengths_are_those_of_the_loop_in_the_paper(seed: int) -> None:
     np.testing.assert_array_equal(lengths, expected)
     assert tiers[int(tier)] == size
     assert int(np.sum(np.asarray(lengths) + active)) <= size
+
+
+def test_a_larger_tier_that_costs_less_is_taken() -> None:
+    alive, active = jnp.full((2, 3), 0.9), jnp.ones(2, bool)
+    curve = jnp.array([1.0, 1, 1, 1, 9, 9, 9, 9, 9])  # one draft is worth it
+    for costs, tier in (
+        ((1.0, 2, 3), 1),
+        ((1.0, 3, 2), 2),
+        ((0.5, 2, 2), 1),
+        ((4.0, 2, jnp.inf), 1),
+    ):
+        chosen = schedule.choose_tier(alive, active, curve, (2, 4, 8), jnp.asarray(costs))
+        assert chosen == tier, costs
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -43,7 +43,7 @@ def rounds_of(costs: BatchCosts, bounds: Any, key: Any) -> Any:
             return jnp.sum(jnp.cumprod(kept, axis=1), axis=1) + 1
 
         alive = schedule.survival(jnp.broadcast_to(chance[:, None], passed.shape))
-        tier = schedule.choose_tier(alive, active, curve, sizes)
+        tier = schedule.choose_tier(alive, active, curve, sizes, times)
         lengths = schedule.fill_tier(alive, active, jnp.asarray(sizes)[tier])
         paid = schedule.pays(gains, active)
         drafting = paid | (gains.idle >= gains.wait)
