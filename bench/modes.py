@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +16,19 @@ from jaxtyping import Array
 
 from bench.models import filled_state, plain
 from bench.synthetic import Acceptance, Curve, accepted_by
-from dspark_jax import decode, rounds
+from dspark_jax import decode
 from dspark_jax.compiler import compiler_options
 from dspark_jax.config import ModelConfig
 from dspark_jax.costs import rewind
 from dspark_jax.state import MAX_ROUNDS, DecodeState, Gains, Params
-from dspark_jax.tiers import BatchCosts, verified_tiers
+from dspark_jax.tiers import BatchCosts
 
 MODES = ("none", "fixed", "scheduled")
 
 
-@dataclass(frozen=True)
-class TracedCosts:
-    """`BatchCosts` whose numbers are operands: one program serves all of them."""
-
-    tokens: tuple[int, ...]
-    plain: Array
-    rounds: Array
-    curve: Array
-
-    def envelope(self) -> Array:
-        return self.curve
-
-
 @dataclass
 class Program:
-    """Rounds of one mode: run(state, (bounds, call), costs) -> (state, counts)."""
+    """Rounds of one mode: run(state, (bounds, call)) -> (state, counts)."""
 
     mode: str
     config: ModelConfig
@@ -50,39 +36,34 @@ class Program:
 
 
 def lower(
-    mode: str, config: ModelConfig, params: Params, batch: int
+    mode: str, config: ModelConfig, params: Params, costs: BatchCosts
 ) -> tuple[str, ModelConfig, Params, Any]:
-    """Trace one mode's rounds at a batch."""
-    sizes = verified_tiers(batch, config.decode.step_rows)
+    """Trace one mode's rounds at the batch of `costs`, which the schedule goes by."""
     if mode == "none":
         config, params = plain(config), {"target": params["target"]}
-    if mode == "scheduled":  # the numbers are handed in
-        costs = (BatchCosts(batch, 1.0, sizes, (1.0,) * len(sizes)),)
-        config = replace(config, decode=replace(config.decode, costs=costs))
+    if mode == "scheduled":
+        config = replace(config, decode=replace(config.decode, costs=(costs,)))
 
     def run(
-        params: Params, state: DecodeState, told: tuple[Array, Array], costs: tuple[Array, ...]
+        params: Params, state: DecodeState, told: tuple[Array, Array]
     ) -> tuple[DecodeState, Array]:
-        numbers = TracedCosts(sizes, *costs)
-        measured = patch.object(rounds, "batch_costs", lambda *_: numbers)
-        with accepted_by(Acceptance(*told)), measured:
+        with accepted_by(Acceptance(*told)):
             state, out = decode.decode_rounds.__wrapped__(
                 config, params, state, jnp.int32(MAX_ROUNDS)
             )
         return state, out.counts
 
-    state = jax.eval_shape(partial(decode.init_state, config, batch))
-    numbers = (jnp.float32(1), jnp.ones(len(sizes)), jnp.ones(sizes[-1] + 1))
+    state = jax.eval_shape(partial(decode.init_state, config, costs.batch))
     entry = jax.jit(run, donate_argnames=("state",))
-    lowered = entry.lower(params, state, (Curve(0, 0).bounds(batch), jnp.int32(0)), numbers)
+    lowered = entry.lower(params, state, (Curve(0, 0).bounds(costs.batch), jnp.int32(0)))
     return mode, config, params, lowered
 
 
 def compile_programs(
-    config: ModelConfig, params: Params, batch: int, modes: Sequence[str]
+    config: ModelConfig, params: Params, costs: BatchCosts, modes: Sequence[str]
 ) -> dict[str, Program]:
-    """Every mode at a batch, compiled side by side."""
-    traced = [lower(mode, config, params, batch) for mode in modes]
+    """Every mode at the batch of `costs`, compiled side by side."""
+    traced = [lower(mode, config, params, costs) for mode in modes]
     options = compiler_options()
     with ThreadPoolExecutor(len(modes)) as pool:  # XLA compiles outside the interpreter's lock
         compiled = list(pool.map(lambda one: one[-1].compile(options), traced))
@@ -103,19 +84,19 @@ class Bench:
     def __post_init__(self) -> None:
         self.state = filled_state(self.program.config, self.batch, self.cached)
 
-    def run(
-        self, curve: Curve, costs: tuple[Any, ...], calls: int, gains: Gains | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds [calls] and counts [calls, B, rounds, 4] of calls, each from the same rows."""
-        bounds, counts, seconds = curve.bounds(self.batch), [], []
-        operands = tuple(jnp.asarray(x, jnp.float32) for x in costs)
+    def run(self, curve: Curve, calls: int, gains: Gains | None = None) -> tuple[float, np.ndarray]:
+        """Seconds and counts [calls, B, rounds, 4] of calls, each from the same rows.
+
+        As the engine does, each is sent before the last one has ended.
+        """
+        bounds, counts = curve.bounds(self.batch), []
         if gains is not None:
             self.state = replace(self.state, gains=jax.tree.map(jnp.copy, gains))
+        jax.block_until_ready(self.state)
+        begin = time.perf_counter()
         for call in range(calls):
-            self.state = jax.block_until_ready(rewind(self.state, self.cached))
-            begin = time.perf_counter()
-            self.state, found = self.program.run(self.state, (bounds, jnp.int32(call)), operands)
-            jax.block_until_ready(found)
-            seconds.append(time.perf_counter() - begin)
-            counts.append(np.asarray(found))
-        return np.array(seconds), np.stack(counts)
+            told = (bounds, jnp.int32(call))
+            self.state, found = self.program.run(rewind(self.state, self.cached), told)
+            counts.append(found)
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - begin, np.stack(jax.device_get(counts))

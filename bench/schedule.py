@@ -2,7 +2,7 @@
 
 The weights are random and the acceptance is told (see `bench.synthetic`): the times are those of
 true weights, and the tokens those of a draft of known worth. The costs that the schedule goes by
-are measured first, each tier in the very program that then runs.
+are measured first, as an engine measures them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -24,70 +21,30 @@ from bench.models import SIZES
 from bench.modes import MODES, Bench, Program, compile_programs
 from bench.output import append_lines, check_out
 from bench.step import pair, rounds_alone
-from bench.synthetic import CURVES, Curve
+from bench.synthetic import CURVES
 from convert.flags import Parser
+from dspark_jax.costs import measure_batch
 from dspark_jax.generate import tell
 from dspark_jax.loading import ran_by
 from dspark_jax.schedule import init_gains
-from dspark_jax.state import MAX_ROUNDS, Gains
-from dspark_jax.tiers import BatchCosts, verified_tiers
+from dspark_jax.state import MAX_ROUNDS
+from dspark_jax.tiers import BatchCosts
 from pallas_kernels.platform import default_device
 
 WARM_CALLS = 6  # of MAX_ROUNDS rounds: until trials of drafting are as rare as they get
 ROOM = 8 * MAX_ROUNDS * 2  # cache rows that a call may add
-NEVER = 1 << 30
 Line = dict[str, Any]
 
 
-def time_tiers(bench: Bench, calls: int) -> BatchCosts:
-    """Microseconds of a plain round and of a drafted round of each tier.
-
-    Which of them runs is told by numbers that leave the schedule no choice.
-    """
-    batch, step_rows = bench.batch, bench.program.config.decode.step_rows
-    sizes = verified_tiers(batch, step_rows)
-    known = replace(
-        init_gains(batch), rounds=jnp.full(batch, 99, jnp.int32), tokens=jnp.ones(batch)
-    )
-    idle = replace(known, price=jnp.float32(1e9), wait=jnp.int32(NEVER))
-    sure, counts = Curve(0.99, 0.99), np.arange(sizes[-1] + 1)
-
-    def microseconds(costs: tuple[Any, ...], gains: Gains, tokens: int) -> float:
-        bench.run(sure, costs, 1, gains)
-        seconds, found = bench.run(sure, costs, calls, gains)
-        verified = found[..., 2].sum(1) + batch
-        assert (verified == tokens).all(), f"{tokens} tokens were asked for, not {verified}"
-        return float(np.median(seconds)) / MAX_ROUNDS * 1e6
-
-    flat = (1.0, np.ones(len(sizes)), np.ones(counts.size))
-    resting = microseconds(flat, idle, batch)
-    drafted = [
-        microseconds((1.0, np.ones(len(sizes)), np.where(counts > size, 1e6, 1.0)), known, size)
-        for size in sizes
-    ]
-    return BatchCosts(batch, resting, sizes, tuple(drafted))
-
-
-def chosen_from(costs: BatchCosts) -> tuple[Any, ...]:
-    """Operands by which the tiers are never chosen that an engine would not have compiled."""
-    kept = costs.pruned()
-    rounds = [
-        cost if size in kept.tokens else np.inf
-        for size, cost in zip(costs.tokens, costs.rounds, strict=True)
-    ]
-    return costs.plain, np.array(rounds), kept.envelope()
-
-
-def measure_point(bench: Bench, curve: str, costs: BatchCosts, calls: int) -> Line:
+def measure_point(bench: Bench, curve: str, calls: int) -> Line:
     """Tokens a second of one mode under one curve."""
-    numbers = chosen_from(costs)
     scheduled = bench.program.mode == "scheduled"
     if scheduled:
-        bench.run(CURVES[curve], numbers, WARM_CALLS, init_gains(bench.batch))
+        bench.run(CURVES[curve], WARM_CALLS, init_gains(bench.batch))
     else:
-        bench.run(CURVES[curve], numbers, 1)
-    times, counts = bench.run(CURVES[curve], numbers, calls)
-    seconds, ran = float(times.sum()), calls * MAX_ROUNDS
+        bench.run(CURVES[curve], 1)
+    seconds, counts = bench.run(CURVES[curve], calls)
+    ran = calls * MAX_ROUNDS
     tokens, drafts = counts[..., 0].sum(), counts[..., 2].sum()
     return {
         "bench": "schedule",
@@ -116,34 +73,34 @@ def compare(lines: Sequence[Line]) -> None:
             line["of_best"] = round(line["tokens_per_second"] / max(beside), 4)
 
 
-def measure_batch(
-    name: str, programs: dict[str, Program], shape: tuple[int, int], options: argparse.Namespace
+def measure_programs(
+    programs: dict[str, Program], costs: BatchCosts, options: argparse.Namespace
 ) -> list[Line]:
     """Every curve in every mode at a batch; one mode's state at a time."""
-    batch, cached = shape
     shared = {
-        "shape": {"model": name, "batch": batch, "cached": cached},
+        "shape": {"model": options.model, "batch": costs.batch, "cached": options.cached},
         "sampled": options.sampled,
+        "plain_us": round(costs.plain, 1),
+        "tiers_us": _rounded(costs),
         "device": default_device().device_kind,
         "jax": jax.__version__,
     }
     lines: list[Line] = []
-    for mode in sorted(programs, key=MODES.index, reverse=True):  # scheduled comes first
-        bench = Bench(programs[mode], batch, cached)
-        if mode == "scheduled":
-            costs = time_tiers(bench, options.calls)
-            times = {str(n): round(t, 1) for n, t in zip(costs.tokens, costs.rounds, strict=True)}
-            shared |= {"plain_us": round(costs.plain, 1), "tiers_us": times}
-            tell(f"batch {batch}: plain {costs.plain:.0f} us, by verified tokens {times}")
+    for mode, program in programs.items():
+        bench = Bench(program, costs.batch, options.cached)
         curves = options.curve if mode != "none" else options.curve[:1]
-        made = [measure_point(bench, curve, costs, options.calls) for curve in curves]
+        made = [measure_point(bench, curve, options.calls) for curve in curves]
         if mode == "none":  # no draft, no curve
             made = [made[0] | {"curve": curve} for curve in options.curve]
-        implementation = ran_by(programs[mode].config)
+        implementation = ran_by(program.config)
         lines += [shared | {"implementation": implementation} | line for line in made]
         del bench
     compare(lines)
     return lines
+
+
+def _rounded(costs: BatchCosts) -> dict[str, float]:
+    return {str(n): round(time, 1) for n, time in zip(costs.tokens, costs.rounds, strict=True)}
 
 
 def show(lines: Sequence[Line]) -> None:
@@ -195,16 +152,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(*options.batch, options.cached, options.calls) < 1:
         raise ValueError("--batch, --cached and --calls must be positive")
     check_out(options.out)
-    length = options.cached + ROOM
+    length = 2 * options.cached + ROOM  # costs are measured over half of it, or 1,024 rows
     config, params = pair(options.model, options.dtype, max_length=length)
     config = rounds_alone(config, options.implementation, options.sampled, length)
     modes = [mode for mode in MODES if mode in {*options.mode, "scheduled"}]
     lines: list[Line] = []
     for batch in dict.fromkeys(options.batch):  # one after the other: what is done is on record
         begin = time.perf_counter()
-        programs = compile_programs(config, params, batch, modes)
-        tell(f"batch {batch}: compiled in {time.perf_counter() - begin:.0f} s")
-        found = measure_batch(options.model, programs, (batch, options.cached), options)
+        measured = measure_batch(config, params, batch)
+        times = _rounded(measured)
+        tell(f"batch {batch}: plain {measured.plain:.0f} us, by verified tokens {times}")
+        costs = measured.pruned()
+        programs = compile_programs(config, params, costs, modes)
+        tell(f"batch {batch}: measured and compiled in {time.perf_counter() - begin:.0f} s")
+        found = measure_programs(programs, costs, options)
         append_lines(found, options.out)
         lines += found
     show(lines)

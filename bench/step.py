@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from bench.loops import ENTRIES, Loop, compile_loops, idle_shares, inspect, time_step
+from bench.loops import CALLS, ENTRIES, Loop, compile_loops, idle_shares, inspect, time_step
 from bench.mesh import add_mesh_flags, mesh_of, shape_of
 from bench.models import SIZES, Dtype, filled_state, model_config, random_params, tree_bytes
 from bench.output import append_lines, check_chart, check_out, save_chart
@@ -31,11 +31,11 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
 from dspark_jax.loading import load, ran_by
 from dspark_jax.sharding import DATA, TENSOR, check_divisible, device_share
-from dspark_jax.state import DecodeState, Params
+from dspark_jax.state import MAX_ROUNDS, DecodeState, Params
 from pallas_kernels.platform import default_device, resolve_implementation
 
 PAPER_LENGTH = 4.81  # macro mean acceptance length of the DSpark paper's Qwen3-8B pair
-ROOM = 512  # cache rows that a chain of calls may add
+ROOM = 8 * CALLS * MAX_ROUNDS  # cache rows that a chain of calls may add
 Line = dict[str, Any]
 
 

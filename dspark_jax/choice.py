@@ -24,15 +24,17 @@ def choose(
     loop does not, so there each branch is a loop of one turn, or of none.
     """
     index = index.astype(jnp.int32)
-    if IN_PLACE:
+    if IN_PLACE or len(branches) == 1:
         return jax.lax.switch(index, branches, carried)
     shapes = jax.eval_shape(branches[0], carried)[1]
     output = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     for number, branch in enumerate(branches):
 
         def turn(loop: tuple[Array, Any, Any], branch: Any = branch) -> tuple[Array, Any, Any]:
-            return jnp.bool_(False), *branch(loop[1])
+            return jnp.int32(0), *branch(loop[1])
 
-        start = (index == number, carried, output)
-        _, carried, output = jax.lax.while_loop(lambda loop: loop[0], turn, start)
+        # Turns left, not a flag: in a CUDA graph a condition that computes nothing is read before
+        # what it depends on is written.
+        start = ((index == number).astype(jnp.int32), carried, output)
+        _, carried, output = jax.lax.while_loop(lambda loop: loop[0] > 0, turn, start)
     return carried, output

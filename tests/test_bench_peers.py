@@ -90,7 +90,7 @@ def test_without_torch_one_sentence(monkeypatch, capsys):
 )
 def test_more_than_the_cache_holds_is_refused(flag, value, rows, capsys):
     assert main(["peers", flag, str(value)]) == 2
-    expected = f"bench peers: {flag} would add {rows} cache rows, at most 256 fit\n"
+    expected = f"bench peers: {flag} would add {rows} cache rows, at most 512 fit\n"
     assert capsys.readouterr().err == expected
 
 

@@ -23,19 +23,18 @@ def pair():
     return config, tiny.random_params(config)
 
 
-@pytest.fixture(scope="module")
-def programs(pair):
-    with tiny.quick_compilation():
-        return compile_programs(*pair, BATCH, MODES)
-
-
 COSTS = BatchCosts(BATCH, 1.0, (10, 15, 20), (1.2, 1.6, 2.0))
-NUMBERS = (COSTS.plain, COSTS.rounds, COSTS.envelope())
+STEEP = BatchCosts(BATCH, 1.0, COSTS.tokens, (1.2, 3.6, 6.0))
 
 
-def test_fixed_rounds_accept_as_the_curve_says(programs):
+def compiled(pair, mode: str, costs: BatchCosts = COSTS) -> Bench:
+    with tiny.quick_compilation():
+        return Bench(compile_programs(*pair, costs, [mode])[mode], BATCH, 20)
+
+
+def test_fixed_rounds_accept_as_the_curve_says(pair):
     curve = Curve(0.8, 0.8, others=(0.3, 0.3))
-    _, counts = Bench(programs["fixed"], BATCH, 20).run(curve, NUMBERS, 8)
+    _, counts = compiled(pair, "fixed").run(curve, 8)
     assert counts.shape == (8, BATCH, MAX_ROUNDS, 4)
     assert (counts[..., 2] == DRAFTS).all()
     for first, chance in ((0, 0.8), (1, 0.3)):
@@ -44,25 +43,21 @@ def test_fixed_rounds_accept_as_the_curve_says(programs):
         assert abs(emitted.mean() - expected) < 5 * emitted.std() / np.sqrt(emitted.size)
 
 
-def test_scheduled_rounds_verify_what_is_likely(programs):
-    bench = Bench(programs["scheduled"], BATCH, 20)
-    steep = BatchCosts(BATCH, 1.0, COSTS.tokens, (1.2, 3.6, 6.0))
-    numbers = (steep.plain, steep.rounds, steep.envelope())
-    _, counts = bench.run(Curve(0.9, 0.9, others=(0.1, 0.1)), numbers, 2, init_gains(BATCH))
+def test_scheduled_rounds_verify_what_is_likely(pair):
+    curve = Curve(0.9, 0.9, others=(0.1, 0.1))
+    _, counts = compiled(pair, "scheduled", STEEP).run(curve, 2, init_gains(BATCH))
     proposed = counts[..., 2]
     assert proposed[:, 0::2].mean() > 2 * proposed[:, 1::2].mean()
     assert set(proposed.sum(1).ravel() + BATCH) <= {BATCH, *COSTS.tokens}
-    bench.run(CURVES["hopeless"], NUMBERS, 6, init_gains(BATCH))
-    _, counts = bench.run(CURVES["hopeless"], NUMBERS, 4)
+
+
+def test_scheduled_rounds_draft_where_that_pays(pair):
+    bench = compiled(pair, "scheduled")
+    bench.run(CURVES["hopeless"], 6, init_gains(BATCH))
+    _, counts = bench.run(CURVES["hopeless"], 4)
     assert (counts[..., 2].sum(1) == 0).mean() > 0.9
-    _, counts = bench.run(CURVES["excellent"], NUMBERS, 2, init_gains(BATCH))
+    _, counts = bench.run(CURVES["excellent"], 2, init_gains(BATCH))
     assert (counts[..., 2] == DRAFTS).all()
-
-
-def test_costs_are_measured_tier_by_tier(programs):
-    costs = schedule.time_tiers(Bench(programs["scheduled"], BATCH, 20), 1)
-    assert (costs.batch, costs.tokens) == (BATCH, COSTS.tokens)
-    assert min(costs.plain, *costs.rounds) > 0
 
 
 def test_a_run_leaves_a_line_for_every_mode_and_curve(pair, tmp_path, monkeypatch, capsys):
@@ -80,7 +75,8 @@ def test_a_run_leaves_a_line_for_every_mode_and_curve(pair, tmp_path, monkeypatc
         if line["mode"] == "scheduled":
             best = max(rates["none", line["curve"]], rates["fixed", line["curve"]])
             assert line["of_best"] == pytest.approx(line["tokens_per_second"] / best, abs=1e-4)
-            assert list(line["tiers_us"]) == ["5", "8", "10"]
+            assert {"10"} <= {*line["tiers_us"]} <= {"5", "8", "10"}
+            assert min(line["plain_us"], *line["tiers_us"].values()) > 0
     assert "of the" in capsys.readouterr().out
     assert main(["schedule", "--batch", "0"]) == 2
     assert "must be positive" in capsys.readouterr().err

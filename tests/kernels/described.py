@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+
+from dspark_jax.compiler import compiler_options
 
 _HOPPER_OR_LATER = {"9.0": ("NVIDIA H200", 132), "10.0": ("NVIDIA B200", 148)}
 _DESCRIPTION = """gpu_device_info {{
@@ -19,8 +22,10 @@ _DESCRIPTION = """gpu_device_info {{
   clock_rate_ghz: 1.98 device_memory_size: 150000000000
   shared_memory_per_block_optin: {shared} registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  cuda_compute_capability {{ major: {major} minor: {minor} }} }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 patch: 1 }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" }}
+platform_name: "CUDA" runtime_version {{ major: 13 }}
+dnn_version_info {{ major: 9 minor: 28 patch: 1 }}
 device_description_str: "{name}\""""
 _SHARED = {"8.0": 166912, "8.9": 101376, "12.0": 101376}
 
@@ -63,14 +68,21 @@ def described_devices(count: int, capability: str = "9.0") -> Any:
     return topology.devices
 
 
-def compile_for(device: Any, function: Any, *operands: Any, donate: tuple[int, ...] = ()) -> str:
+def compile_for(
+    device: Any,
+    function: Any,
+    *operands: Any,
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+) -> str:
     """Compile a function for a described device and return its optimized HLO."""
     mesh = jax.sharding.Mesh([device], ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands
     )
-    return jax.jit(function, donate_argnums=donate).lower(*shapes).compile().as_text()
+    lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
+    return lowered.compile(options).as_text()
 
 
 def compile_with_report(
@@ -84,6 +96,23 @@ def compile_with_report(
         del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
     out, err = capfd.readouterr()
     return program, out + err
+
+
+def dump_to(folder: Path) -> dict[str, Any]:
+    """Return the library's compiler options, and those that leave `graphs_of` what it reads."""
+    return {**compiler_options(), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def graphs_of(folder: Path) -> list[str]:
+    """Return what a dumped program runs one after the other: CUDA graphs, and what is in none.
+
+    A loop in a graph must compute its condition: XLA orders the test after that computation, and
+    after nothing else.
+    """
+    (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    thunks = file.read_text()
+    assert "No thunks" not in thunks, "the condition of a loop computes nothing"
+    return re.findall(r"^\d+: (k\w+)", thunks, re.MULTILINE)
 
 
 def spilled_bytes(report: str) -> int:

@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +35,8 @@ from tests.kernels.described import (
     copied_arrays,
     described_device,
     described_devices,
+    dump_to,
+    graphs_of,
     kernel_calls,
     needs_compiler,
 )
@@ -69,7 +73,9 @@ def small_pair(implementation: str) -> ModelConfig:
     return ModelConfig(TargetConfig(layers, 64, max_length=512), draft, decoding, "bfloat16")
 
 
-def compile_round(config: ModelConfig, capability: str, *rounds: int) -> str:
+def compile_round(
+    config: ModelConfig, capability: str, *rounds: int, dump: Path | None = None
+) -> str:
     """One round, or as many as are named in their loop."""
     entry = decode.decode_rounds if rounds else decode.decode_round
     params = {
@@ -85,6 +91,7 @@ def compile_round(config: ModelConfig, capability: str, *rounds: int) -> str:
             state,
             params,
             donate=(0,),
+            options=dump_to(dump) if dump else None,
         )
 
 
@@ -142,12 +149,27 @@ def test_four_h200s_run_every_kernel_on_their_own_parts():
     assert not re.search(r" (all-to-all|collective-permute|reduce-scatter)(-start)?\(", program)
 
 
-def test_a_scheduled_round_copies_no_cache_into_its_branches():
-    """The caches go through a choice to draft and one of two sizes, in place."""
+@pytest.mark.parametrize(
+    "decoding",
+    [{"sampled": False}, {"rejection": "block", "controls": True}, {"rejection": "gumbel"}],
+)
+def test_a_call_of_rounds_is_one_cuda_graph(tmp_path: Path, decoding: dict[str, Any]):
+    """Draft, verify and sampling, and the loop around them: the host starts one thing."""
+    config = small_pair("auto")
+    config = replace(config, decode=replace(config.decode, **decoding))
+    compile_round(config, "9.0", 4, dump=tmp_path)
+    assert graphs_of(tmp_path) == ["kCommandBuffer"]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_scheduled_round_copies_no_cache_into_its_branches(tmp_path, monkeypatch, in_place):
+    """The caches go through a choice to draft and one of two sizes, in place; all is one graph."""
+    monkeypatch.setattr("dspark_jax.choice.IN_PLACE", in_place)
     costs = BatchCosts(BATCH, plain=1.0, tokens=(8, 16), rounds=(1.3, 1.6))
     config = small_pair("auto")
     config = replace(config, decode=replace(config.decode, costs=(costs,)))
-    program = compile_round(config, "9.0", 4)
+    program = compile_round(config, "9.0", 4, dump=tmp_path)
+    assert graphs_of(tmp_path) == ["kCommandBuffer"]
     plain, draft, sizes = 5 * TARGET_LAYERS + 1, 5 * DRAFT_LAYERS + 1, 2 * 5 * TARGET_LAYERS
     assert kernel_calls(program) == plain + draft + sizes
     layers = config.target.layers
