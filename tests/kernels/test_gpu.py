@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import SamplingParams, load
+from dspark_jax import SamplingParams, compiler, load
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.context_kv import context_kv
 from pallas_kernels.fused_matmul import fused_matmul
@@ -131,3 +131,24 @@ def test_the_embedded_pair_says_the_same_with_and_without_kernels():
             continue
         best = sorted(reference.logprobs[first].values())[-2:]
         assert best[1] - best[0] < 0.05  # the two best are closer than bfloat16 tells apart
+
+
+@pytest.mark.parametrize(
+    "decoding", [{"rejection": "block"}, {"rejection": "gumbel", "verification": "scheduled"}]
+)
+def test_one_graph_says_what_its_kernels_say_one_by_one(monkeypatch, decoding):
+    """Loops and choices inside a CUDA graph: of rounds, tiers, truncations and penalties."""
+    settings = {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
+    params = [
+        SamplingParams(max_tokens=48, temperature=0.0),
+        SamplingParams(max_tokens=48, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=48, temperature=0.8, seed=6, **settings),
+    ]
+    prompts = ["def quicksort(items):", "import os\n", "class Stack:\n"]
+    tokens = []
+    for graphs in (True, False):
+        if not graphs:
+            monkeypatch.setitem(compiler.OPTIONS, "xla_gpu_enable_command_buffer", "")
+        engine = load(dtype="float32", max_length=248, **decoding)
+        tokens.append([one.token_ids for one in engine.generate(prompts, params)])
+    assert tokens[0] == tokens[1]
