@@ -141,9 +141,9 @@ def schedule(
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Cut each row's proposal to what is worth its cost; returns the tier that holds the batch."""
     costs, active = batch_costs(config, state), ~state.done
-    if len(costs.tokens) == 1:  # it holds every draft
-        whole = jnp.where(active, proposal.tokens.shape[1], 0)
-        return replace(proposal, length=whole), jnp.int32(0)
+    batch, drafts = proposal.tokens.shape
+    if costs.tokens[0] >= batch * (drafts + 1):  # nothing to choose: the one tier holds them all
+        return replace(proposal, length=jnp.where(active, drafts, 0)), jnp.int32(0)
     with jax.named_scope("schedule"):
         alive = survival(confidences(proposal.confidence, config.decode.temperatures))
         curve, rounds = (jnp.asarray(x, jnp.float32) for x in (costs.envelope(), costs.rounds))
