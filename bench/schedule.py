@@ -39,10 +39,7 @@ Line = dict[str, Any]
 def measure_point(bench: Bench, curve: str, calls: int) -> Line:
     """Tokens a second of one mode under one curve."""
     scheduled = bench.program.mode == "scheduled"
-    if scheduled:
-        bench.run(CURVES[curve], WARM_CALLS, init_gains(bench.batch))
-    else:
-        bench.run(CURVES[curve], 1)
+    bench.run(CURVES[curve], WARM_CALLS, init_gains(bench.batch) if scheduled else None)
     seconds, counts = bench.run(CURVES[curve], calls)
     ran = calls * MAX_ROUNDS
     tokens, drafts = counts[..., 0].sum(), counts[..., 2].sum()
@@ -152,14 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(*options.batch, options.cached, options.calls) < 1:
         raise ValueError("--batch, --cached and --calls must be positive")
     check_out(options.out)
-    length = 2 * options.cached + ROOM  # costs are measured over half of it, or 1,024 rows
+    length = options.cached + ROOM
     config, params = pair(options.model, options.dtype, max_length=length)
     config = rounds_alone(config, options.implementation, options.sampled, length)
     modes = [mode for mode in MODES if mode in {*options.mode, "scheduled"}]
     lines: list[Line] = []
     for batch in dict.fromkeys(options.batch):  # one after the other: what is done is on record
         begin = time.perf_counter()
-        measured = measure_batch(config, params, batch)
+        measured = measure_batch(config, params, batch, context=options.cached)
         times = _rounded(measured)
         tell(f"batch {batch}: plain {measured.plain:.0f} us, by verified tokens {times}")
         costs = measured.pruned()

@@ -38,7 +38,7 @@ from pallas_kernels.platform import default_device, implementation_for
 VERSION = 2
 FOLDER = Path("~/.cache/dspark_jax/costs")  # where a checkpoint's own folder cannot take them
 REPEATS, CALLS, ROUNDS = 3, 4, 8  # the median of chains of calls of some rounds
-CONTEXT = 1024  # cached rows that a round is measured over, where there is room
+CONTEXT = 768  # cached rows that a round is measured over, where there is room
 PLAIN = -1  # in the place of a tier
 
 
@@ -85,14 +85,20 @@ def check_schedulable(config: ModelConfig, mesh: Mesh | None) -> None:
 
 
 def measure_batch(
-    config: ModelConfig, params: Params, batch: int, mesh: Mesh | None = None
+    config: ModelConfig,
+    params: Params,
+    batch: int,
+    mesh: Mesh | None = None,
+    context: int = CONTEXT,
 ) -> BatchCosts:
     """Microseconds of a round of a batch: plain, and drafted with each tier's tokens."""
-    decoding, sizes = config.decode, verified_tiers(batch, config.decode.step_rows)
+    decoding = config.decode
+    sizes = verified_tiers(batch, decoding.step_rows)
     unknown = BatchCosts(batch, 1.0, sizes, (1.0,) * len(sizes), decoding.sampled)
     config = replace(config, decode=replace(decoding, costs=(unknown,), confidence_threshold=0.0))
-    cached = min(CONTEXT, decoding.max_length // 2)
-    rounds = max(1, min(ROUNDS, (decoding.max_length - cached) // decoding.step_rows))
+    most, step_rows = decoding.max_length, decoding.step_rows
+    cached = min(context, max(most - ROUNDS * step_rows, most // 2))
+    rounds = max(1, min(ROUNDS, (most - cached) // step_rows))
     state = make_state(partial(init_state, config, batch), mesh)
     state = replace(state, limit=jnp.full_like(state.limit, decoding.max_length))
     with use_mesh(mesh):
