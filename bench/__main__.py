@@ -22,6 +22,7 @@ COMMANDS = {
     "kernels": "each kernel against its floor",
     "tune": "search the tuned settings of a kernel",
 }
+EXHAUSTED = ("RESOURCE_EXHAUSTED", "out of memory", "allocate memory")  # JAX, PyTorch twice
 EXTRA = ("matplotlib", "pyarrow", "sklearn")  # what the extra [bench] installs
 
 
@@ -52,11 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"bench {name}: {error}", file=sys.stderr)
         return 2
+    except OverflowError as error:
+        print(f"bench {name}: a number is too large: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"bench {name}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not any(words in str(error) for words in EXHAUSTED):
             raise  # a bug
         print(
             f"bench {name}: the device ran out of memory; lower the batch or the lengths, or take a"

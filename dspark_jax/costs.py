@@ -35,7 +35,7 @@ from dspark_jax.state import DecodeState, Params
 from dspark_jax.tiers import BatchCosts, verified_tiers
 from pallas_kernels.platform import default_device, implementation_for
 
-VERSION = 2
+VERSION = 3
 FOLDER = Path("~/.cache/dspark_jax/costs")  # where a checkpoint's own folder cannot take them
 REPEATS, CALLS, ROUNDS = 3, 4, 8  # the median of chains of calls of some rounds
 CONTEXT = 768  # cached rows that a round is measured over, where there is room
@@ -91,14 +91,16 @@ def measure_batch(
     mesh: Mesh | None = None,
     context: int = CONTEXT,
 ) -> BatchCosts:
-    """Microseconds of a round of a batch: plain, and drafted with each tier's tokens."""
+    """Microseconds of a round of a batch over `context` rows, or as many as leave room.
+
+    Of a plain round, and of drafted ones with each tier's tokens.
+    """
     decoding = config.decode
     sizes = verified_tiers(batch, decoding.step_rows)
     unknown = BatchCosts(batch, 1.0, sizes, (1.0,) * len(sizes), decoding.sampled)
     config = replace(config, decode=replace(decoding, costs=(unknown,), confidence_threshold=0.0))
-    most, step_rows = decoding.max_length, decoding.step_rows
-    cached = min(context, max(most - ROUNDS * step_rows, most // 2))
-    rounds = max(1, min(ROUNDS, (most - cached) // step_rows))
+    cached = _context(config, context)
+    rounds = max(1, min(ROUNDS, (decoding.max_length - cached) // decoding.step_rows))
     state = make_state(partial(init_state, config, batch), mesh)
     state = replace(state, limit=jnp.full_like(state.limit, decoding.max_length))
     with use_mesh(mesh):
@@ -122,6 +124,12 @@ def measure_batch(
         plain=microseconds(PLAIN),
         rounds=tuple(microseconds(tier) for tier in range(len(sizes))),
     )
+
+
+def _context(config: ModelConfig, wanted: int = CONTEXT) -> int:
+    """Cached rows that rounds are measured over."""
+    most, added = config.decode.max_length, ROUNDS * config.decode.step_rows
+    return min(wanted, max(most - added, most // 2))
 
 
 def rewind(state: DecodeState, cached: int) -> DecodeState:
@@ -175,6 +183,7 @@ def made_for(config: ModelConfig, mesh: Mesh | None = None) -> dict[str, Any]:
         "dtype": config.dtype,
         "implementation": implementation_for(config.dtype, config.decode.implementation),
         "num_drafts": config.decode.num_drafts,
+        "context": _context(config),
         "tensor_parallel": mesh.shape[TENSOR] if mesh else 1,
         "pair": config.pair_digest,
     }
@@ -238,10 +247,15 @@ def read_costs(
         for name, value in own.items():
             if stored[name] != value:
                 raise ValueError(f"measured for {name} {stored[name]}, this run has {value}")
-        return tuple(
+        costs = tuple(
             BatchCosts(**one | {"tokens": tuple(one["tokens"]), "rounds": tuple(one["rounds"])})
             for one in tree["costs"]
         )
+        for each in costs:
+            most = each.batch * config.decode.step_rows
+            if each.tokens[-1] != most:
+                raise ValueError(f"batch {each.batch} ends at {each.tokens[-1]} tokens, not {most}")
+        return costs
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -36,7 +36,8 @@ class BatchCosts:
             raise ValueError(f"costs need a batch, and one cost for each tier: {self}")
         if list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < self.batch:
             raise ValueError(f"verified tokens must increase and hold every anchor: {self}")
-        if not all(math.isfinite(cost) and cost > 0 for cost in (self.plain, *self.rounds)):
+        costs = (self.plain, *self.rounds)
+        if not all(type(cost) is not bool and math.isfinite(cost) and cost > 0 for cost in costs):
             raise ValueError(f"every cost must be above 0: {self}")
 
     def pruned(self, saving: float = LEAST_SAVING) -> BatchCosts:

@@ -72,18 +72,20 @@ class Verification:
         tell: Callable[[str], None],
     ) -> tuple[BatchCosts, ...]:
         path = find_costs(config, folder, mesh) if self.costs is None else self.costs
-        device = default_device()
-        if path is None and device.platform == "cpu":
-            tell("note: no costs of rounds were measured here, so a model of them is used")
-            rows = config.decode.step_rows
-            return tuple(modelled_costs(batch, rows).pruned() for batch in batches)
+        device, batches = default_device(), tuple(batches)
+        table = () if path is None else read_costs(path, config, mesh)
+        measured, most = max((one.batch for one in table), default=0), max(batches)
+        if self.costs is None and device.platform == "cpu" and measured < most:
+            rows = f"of {most} rows" if measured else "of rounds"
+            tell(f"note: no costs {rows} were measured here, so a model of them is used")
+            step_rows = config.decode.step_rows
+            return tuple(modelled_costs(batch, step_rows).pruned() for batch in batches)
         if path is None:
             raise ValueError(
                 f"verification 'scheduled' needs the costs of rounds on {device.device_kind}, and"
                 " none were measured for this pair; measure them once with python -m bench costs"
                 " (or load it without and call engine.profile_costs())"
             )
-        table = read_costs(path, config, mesh)
         return tuple(
             costs_between(table, batch, sampled).pruned()
             for batch in batches

@@ -14,6 +14,7 @@ from dspark_jax.calibration import read_calibration, save_calibration
 from dspark_jax.engine import Engine
 from dspark_jax.generate import main
 from dspark_jax.tiers import BatchCosts, costs_between, modelled_costs, verified_tiers
+from dspark_jax.verification import Verification
 from tests import tiny
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n", "class Stack:\n"]
@@ -145,11 +146,13 @@ def test_costs_of_something_else_are_refused(tiny_engine, tmp_path):
     path = costs.save_costs([modelled_costs(2, config.decode.step_rows)], config, tmp_path)
     tree = json.loads(path.read_text())
     for change, words in (
-        ({"version": 0}, "version 0, this program reads 2"),
+        ({"version": 0}, "version 0, this program reads 3"),
         ({"made_for": tree["made_for"] | {"device": "TPU"}}, "measured for device TPU"),
         ({"costs": None}, "no cost table"),
         ({"costs": [{"batch": 1}]}, "no cost table"),
         ({"costs": [tree["costs"][0] | {"plain": -1}]}, "every cost must be above 0"),
+        ({"costs": [tree["costs"][0] | {"plain": True}]}, "every cost must be above 0"),
+        ({"costs": [tree["costs"][0] | {"batch": 1}]}, "batch 1 ends at 10 tokens, not 5"),
     ):
         path.write_text(json.dumps(tree | change))
         with pytest.raises(ValueError, match=rf"{words}.*profile_costs"):
@@ -174,11 +177,25 @@ def test_what_was_measured_later_joins_what_was_before(tiny_engine, tmp_path):
     assert costs.find_costs(config, store) == later
 
 
+def test_more_rows_than_were_measured_go_by_a_model(tiny_engine, tmp_path):
+    """As where none were measured; a file that was named is another matter."""
+    config = tiny_engine.config
+    costs.save_costs([modelled_costs(1, config.decode.step_rows)], config, tmp_path)
+    notes: list[str] = []
+    settled = Verification("scheduled").settle(config, [1, 2], tmp_path, None, notes.append)
+    assert notes == ["note: no costs of 2 rows were measured here, so a model of them is used"]
+    assert [one.batch for one in settled.decode.costs] == [1, 2]
+    named = Verification("scheduled", costs=costs.find_costs(config, tmp_path))
+    with pytest.raises(ValueError, match="no batch of 2 rows"):
+        named.settle(config, [1, 2], tmp_path, None, notes.append)
+
+
 def test_what_costs_differently_has_a_file_of_its_own(tmp_path):
     config = tiny.tiny_config()
     others = (
         tiny.tiny_config(num_drafts=2),
         tiny.tiny_config(vocab=30),
+        tiny.tiny_config(max_length=40),  # measured over fewer rows
         replace(config, dtype="bfloat16"),
     )
     paths = [costs.costs_path(tmp_path, one) for one in (config, *others)]
