@@ -87,7 +87,12 @@ def target_of(options: argparse.Namespace) -> str | Path:
 
 
 def brings_draft(options: argparse.Namespace) -> bool:
-    """Whether the target has a draft of its own: the embedded one, and a converted store."""
+    """Whether the target has a draft of its own: the embedded one, and a converted store.
+
+    Raises ValueError for an empty name.
+    """
+    if options.target == "":
+        raise ValueError("--target is empty; name a folder or a hub id, or leave it out")
     return options.target is None or is_store(options.target)
 
 
