@@ -232,7 +232,7 @@ def test_the_command_measures_and_says_where_it_is_kept(tiny_engine, monkeypatch
 
 
 def test_a_name_that_is_empty_is_not_the_embedded_pair(capsys):
-    for flag, words in (("--draft", "got ''"), ("--target", "brings no draft")):
+    for flag, words in (("--draft", "got ''"), ("--target", "--target is empty")):
         assert bench_main(["costs", flag, ""]) == 2
         assert words in capsys.readouterr().err
 
