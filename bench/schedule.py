@@ -159,10 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = measure_batch(config, params, batch, context=options.cached)
         times = _rounded(measured)
         tell(f"batch {batch}: plain {measured.plain:.0f} us, by verified tokens {times}")
-        costs = measured.pruned()
-        programs = compile_programs(config, params, costs, modes)
+        programs = compile_programs(config, params, measured.pruned(), modes)
         tell(f"batch {batch}: measured and compiled in {time.perf_counter() - begin:.0f} s")
-        found = measure_programs(programs, costs, options)
+        found = measure_programs(programs, measured, options)
         append_lines(found, options.out)
         lines += found
     show(lines)
