@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dspark_jax import SamplingParams, compiler, load
+from dspark_jax.costs import save_costs
+from dspark_jax.tiers import modelled_costs
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.context_kv import context_kv
 from pallas_kernels.fused_matmul import fused_matmul
@@ -136,8 +138,13 @@ def test_the_embedded_pair_says_the_same_with_and_without_kernels():
 @pytest.mark.parametrize(
     "decoding", [{"rejection": "block"}, {"rejection": "gumbel", "verification": "scheduled"}]
 )
-def test_one_graph_says_what_its_kernels_say_one_by_one(monkeypatch, decoding):
+def test_one_graph_says_what_its_kernels_say_one_by_one(monkeypatch, tmp_path, decoding):
     """Loops and choices inside a CUDA graph: of rounds, tiers, truncations and penalties."""
+    sizes = {"dtype": "float32", "max_length": 248}
+    if decoding.get("verification") == "scheduled":
+        config = load(**sizes).config
+        table = [modelled_costs(batch, config.decode.step_rows) for batch in (1, 8)]
+        decoding = decoding | {"costs": save_costs(table, config, tmp_path)}
     settings = {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
     params = [
         SamplingParams(max_tokens=48, temperature=0.0),
@@ -149,6 +156,6 @@ def test_one_graph_says_what_its_kernels_say_one_by_one(monkeypatch, decoding):
     for graphs in (True, False):
         if not graphs:
             monkeypatch.setitem(compiler.OPTIONS, "xla_gpu_enable_command_buffer", "")
-        engine = load(dtype="float32", max_length=248, **decoding)
+        engine = load(**sizes, **decoding)
         tokens.append([one.token_ids for one in engine.generate(prompts, params)])
     assert tokens[0] == tokens[1]
