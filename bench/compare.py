@@ -8,7 +8,6 @@ order that rotates, so that a drift of the machine's speed cancels. Baseline of 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -36,7 +35,7 @@ from bench.records import Measurement, Run, environment
 from bench.serving import Generation, fitting
 from bench.speed import generation_of, select_prompts
 from bench.tables import ceiling_table, comparison_table, position_table, run_table, verdict_line
-from bench.torch_rules import check_torch
+from bench.torch_rules import check_torch, share_memory
 from convert.flags import Parser, positive
 from dspark_jax.config import DraftConfig
 from dspark_jax.engine import Engine
@@ -103,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_outputs(options)
     if options.torch:
         check_torch(options)
-        # PyTorch needs room as well; jax reads this when it first meets the device.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        share_memory()
     chosen = _prompts(options)
     generation = generation_of(options, MAX_ROUNDS)
     names = options.draft or [*([EMBEDDED_DRAFT] if brings_draft(options) else []), NONE]

@@ -8,7 +8,6 @@ repetition, so that a drift of the machine's speed cancels.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from bench.loops import compile_loops, time_step
 from bench.models import SIZES, filled_state
 from bench.output import append_lines, check_out
 from bench.step import PAPER_LENGTH, ROOM, Line, pair
+from bench.torch_rules import share_memory
 from convert.flags import Parser, positive
 from dspark_jax.config import ModelConfig
 from dspark_jax.generate import tell
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_out(options.out)
     if not find_spec("torch"):
         raise ValueError("PyTorch is not installed beside this package: pip install torch")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room as well
+    share_memory()
     length = options.cached + ROOM
     config, params = pair(options.model, options.dtype, max_length=length)
     decode = replace(config.decode, max_length=length, prefill_chunk=1, sampled=False)

@@ -31,7 +31,7 @@ from dspark_jax.state import MAX_ROUNDS
 from dspark_jax.tiers import BatchCosts
 from pallas_kernels.platform import default_device
 
-WARM_CALLS = 6  # of MAX_ROUNDS rounds: until trials of drafting are as rare as they get
+WARM_CALLS = 16  # of MAX_ROUNDS rounds: until trials of drafting are as rare as they get
 ROOM = 8 * MAX_ROUNDS * 2  # cache rows that a call may add
 Line = dict[str, Any]
 
@@ -39,7 +39,10 @@ Line = dict[str, Any]
 def measure_point(bench: Bench, curve: str, calls: int) -> Line:
     """Tokens a second of one mode under one curve."""
     scheduled = bench.program.mode == "scheduled"
-    bench.run(CURVES[curve], WARM_CALLS, init_gains(bench.batch) if scheduled else None)
+    if scheduled:
+        bench.run(CURVES[curve], WARM_CALLS, init_gains(bench.batch))
+    else:
+        bench.run(CURVES[curve], 1)
     seconds, counts = bench.run(CURVES[curve], calls)
     ran = calls * MAX_ROUNDS
     tokens, drafts = counts[..., 0].sum(), counts[..., 2].sum()

@@ -18,7 +18,8 @@ from dspark_jax.state import Gains
 
 MEMORY = 32  # rounds that a row's mean goes back
 LEAST_ROUNDS = 8  # before them a row's mean is left out
-FIRST_WAIT, LONGEST_WAIT = 2, 64  # plain rounds between two trials of drafting
+FIRST_WAIT = 2  # plain rounds before a trial of drafting; one that does not pay doubles them
+TRIAL_SHARE = 0.01  # of the time of plain rounds: what trials may cost at most
 
 
 def confidences(
@@ -129,16 +130,19 @@ def after_drafting(
 ) -> Gains:
     """Take a drafted round into the means; one that was a trial makes the next trial later.
 
-    `price` is what the round cost, in plain rounds of the same batch.
+    `price` is what the round cost, in plain rounds of the same batch. The dearer, the rarer trials
+    become: they are a greater loss at large batches than at small ones.
     """
     rounds = jnp.where(active, jnp.minimum(gains.rounds + 1, MEMORY), gains.rounds)
     weight = jnp.where(active, 1.0 / jnp.maximum(rounds, 1), 0.0)
-    later = jnp.minimum(2 * gains.wait, LONGEST_WAIT)
     share = jnp.where(gains.price > 0, 1.0 / MEMORY, 1.0)
+    mean_price = gains.price + share * (price - gains.price)
+    longest = ((mean_price - 1) / TRIAL_SHARE).astype(jnp.int32)
+    later = jnp.maximum(jnp.minimum(2 * gains.wait, longest), FIRST_WAIT)
     return Gains(
         rounds=rounds,
         tokens=gains.tokens + weight * (emitted - gains.tokens),
-        price=gains.price + share * (price - gains.price),
+        price=mean_price,
         idle=jnp.int32(0),
         wait=jnp.where(paid, FIRST_WAIT, later),
     )

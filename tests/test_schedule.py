@@ -223,10 +223,19 @@ def test_drafting_rests_where_it_does_not_pay_and_comes_back() -> None:
     assert trials.run([1, 2], 40) < 15  # 1.5 tokens for twice the cost
     trials.run([1, 2], 150)
     assert trials.run([1, 2], 640) <= 10  # a trial now and then
-    assert int(trials.gains.wait) == schedule.LONGEST_WAIT
+    assert int(trials.gains.wait) == 100  # at twice the cost a trial in 100 rounds is 1 %
     trials.run([8, 8], 400)
     assert trials.run([8, 8], 50) == 50
     assert int(trials.gains.wait) == schedule.FIRST_WAIT
+
+
+@pytest.mark.parametrize(("cost", "wait"), [(0.9, schedule.FIRST_WAIT), (1.25, 25), (3.0, 200)])
+def test_trials_take_a_hundredth_of_the_time(cost: float, wait: int) -> None:
+    trials = Trials(2, plain=1.0, cost=cost)
+    trials.run([0, 0], 1500)
+    assert int(trials.gains.wait) == wait
+    drafted = trials.run([0, 0], 10 * (wait + 1))
+    assert drafted == 10
 
 
 def test_drafting_that_pays_never_rests_and_a_new_row_is_no_reason_to_draft() -> None:
