@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax import SamplingParams, compiler, load
 from dspark_jax.costs import save_costs
-from dspark_jax.tiers import modelled_costs
+from dspark_jax.tiers import BatchCosts
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.context_kv import context_kv
 from pallas_kernels.fused_matmul import fused_matmul
@@ -142,8 +142,11 @@ def test_one_graph_says_what_its_kernels_say_one_by_one(monkeypatch, tmp_path, d
     """Loops and choices inside a CUDA graph: of rounds, tiers, truncations and penalties."""
     sizes = {"dtype": "float32", "max_length": 248}
     if decoding.get("verification") == "scheduled":
-        config = load(**sizes).config
-        table = [modelled_costs(batch, config.decode.step_rows) for batch in (1, 8)]
+        config = load(**sizes).config  # for seven drafts, so blocks of eight
+        table = [  # two tiers, as each is compiled
+            BatchCosts(rows, 4.0 + rows, (4 * rows, 8 * rows), (6.5 + 4 * rows, 6.5 + 8 * rows))
+            for rows in (1, 2, 4, 8)
+        ]
         decoding = decoding | {"costs": save_costs(table, config, tmp_path)}
     settings = {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
     params = [
