@@ -146,7 +146,7 @@ def test_costs_of_something_else_are_refused(tiny_engine, tmp_path):
     path = costs.save_costs([modelled_costs(2, config.decode.step_rows)], config, tmp_path)
     tree = json.loads(path.read_text())
     for change, words in (
-        ({"version": 0}, "version 0, this program reads 3"),
+        ({"version": 0}, f"version 0, this program reads {costs.VERSION}"),
         ({"made_for": tree["made_for"] | {"device": "TPU"}}, "measured for device TPU"),
         ({"costs": None}, "no cost table"),
         ({"costs": [{"batch": 1}]}, "no cost table"),
