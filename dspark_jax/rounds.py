@@ -19,6 +19,7 @@ from dspark_jax.schedule import (
     after_drafting,
     choose_tier,
     confidences,
+    due,
     fill_tier,
     pays,
     survival,
@@ -42,7 +43,7 @@ def run_round(
     drafted = partial(drafted_round, config, params)
     if not config.decode.costs:
         return drafted(state)
-    drafting = pays(state.gains, ~state.done) | (state.gains.idle >= state.gains.wait)
+    drafting = due(state.gains, ~state.done)
     return choose(drafting, (partial(plain_round, config, params), drafted), state)
 
 

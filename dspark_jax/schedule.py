@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.state import Gains
 
 MEMORY = 32  # rounds that a row's mean goes back
-LEAST_ROUNDS = 8  # before them a row's mean is left out
+LEAST_ROUNDS = 8  # after which a row's mean counts in full
 FIRST_WAIT = 2  # plain rounds before a trial of drafting; one that does not pay doubles them
-TRIAL_SHARE = 0.01  # of the time of plain rounds: what trials may cost at most
+TRIAL_SHARE = 0.01  # of the time of plain rounds: what trials of the same rows come to
 
 
 def confidences(
@@ -113,12 +113,24 @@ def admit_gains(gains: Gains, slot: Int[Array, ""]) -> Gains:
 def pays(gains: Gains, active: Bool[Array, " B"]) -> Bool[Array, ""]:
     """Whether drafted rounds have lately emitted more for their price than plain ones would.
 
-    A row with few rounds counts as the mean of the others; where all are new they draft.
+    A row of which little is known counts little, and as the mean of the others; where little is
+    known of all together they draft.
     """
-    known = active & (gains.rounds >= LEAST_ROUNDS)
-    count = jnp.sum(known)
-    mean = jnp.sum(jnp.where(known, gains.tokens, 0.0)) / jnp.maximum(count, 1)
-    return (count == 0) | (mean > gains.price)
+    known = jnp.where(active, jnp.minimum(gains.rounds, LEAST_ROUNDS) / LEAST_ROUNDS, 0.0)
+    total = jnp.sum(known)
+    mean = jnp.sum(known * gains.tokens) / jnp.maximum(total, 1.0)
+    return (total < 1) | (mean > gains.price)
+
+
+def due(gains: Gains, active: Bool[Array, " B"]) -> Bool[Array, ""]:
+    """Whether the next round drafts: it pays, or it is time for a trial.
+
+    That is so after `wait` plain rounds, and where half of the rows are new since the last trial:
+    what is known of the others says nothing of them.
+    """
+    new = active & (gains.rounds == 0)
+    changed = (2 * jnp.sum(new) >= jnp.sum(active)) & (gains.idle >= FIRST_WAIT)
+    return pays(gains, active) | (gains.idle >= gains.wait) | changed
 
 
 def after_drafting(
@@ -128,15 +140,18 @@ def after_drafting(
     price: Float[Array, ""],
     paid: Bool[Array, ""],
 ) -> Gains:
-    """Take a drafted round into the means; one that was a trial makes the next trial later.
+    """Take a drafted round into the means; where it was a trial (not `paid`), with more weight.
 
-    `price` is what the round cost, in plain rounds of the same batch. The dearer, the rarer trials
-    become: they are a greater loss at large batches than at small ones.
+    `price` is what the round cost, in plain rounds of the same batch. After a trial that did not
+    pay, the next comes later. The dearer, the rarer trials become: they are a greater loss at large
+    batches than at small ones.
     """
-    rounds = jnp.where(active, jnp.minimum(gains.rounds + 1, MEMORY), gains.rounds)
+    before = jnp.where(paid, gains.rounds, jnp.minimum(gains.rounds, LEAST_ROUNDS))
+    rounds = jnp.where(active, jnp.minimum(before + 1, MEMORY), gains.rounds)
     weight = jnp.where(active, 1.0 / jnp.maximum(rounds, 1), 0.0)
-    share = jnp.where(gains.price > 0, 1.0 / MEMORY, 1.0)
+    share = jnp.where(paid & (gains.price > 0), 1.0 / LEAST_ROUNDS, 1.0)  # batches change
     mean_price = gains.price + share * (price - gains.price)
+    won = jnp.sum(jnp.where(active, emitted, 0)) > price * jnp.sum(active)
     longest = ((mean_price - 1) / TRIAL_SHARE).astype(jnp.int32)
     later = jnp.maximum(jnp.minimum(2 * gains.wait, longest), FIRST_WAIT)
     return Gains(
@@ -144,5 +159,5 @@ def after_drafting(
         tokens=gains.tokens + weight * (emitted - gains.tokens),
         price=mean_price,
         idle=jnp.int32(0),
-        wait=jnp.where(paid, FIRST_WAIT, later),
+        wait=jnp.where(paid | won, FIRST_WAIT, later),
     )

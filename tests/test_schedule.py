@@ -208,7 +208,7 @@ class Trials:
         drafted = 0
         for _ in range(rounds):
             paid = schedule.pays(self.gains, self.active)
-            if paid | (self.gains.idle >= self.gains.wait):
+            if schedule.due(self.gains, self.active):
                 drafted += 1
                 self.gains = schedule.after_drafting(
                     self.gains, jnp.array(emitted), self.active, jnp.float32(self.price), paid
@@ -230,7 +230,7 @@ def test_drafting_rests_where_it_does_not_pay_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("cost", "wait"), [(0.9, schedule.FIRST_WAIT), (1.25, 25), (3.0, 200)])
-def test_trials_take_a_hundredth_of_the_time(cost: float, wait: int) -> None:
+def test_trials_of_the_same_rows_take_a_hundredth_of_the_time(cost: float, wait: int) -> None:
     trials = Trials(2, plain=1.0, cost=cost)
     trials.run([0, 0], 1500)
     assert int(trials.gains.wait) == wait
@@ -238,15 +238,39 @@ def test_trials_take_a_hundredth_of_the_time(cost: float, wait: int) -> None:
     assert drafted == 10
 
 
-def test_drafting_that_pays_never_rests_and_a_new_row_is_no_reason_to_draft() -> None:
-    trials = Trials(2, plain=1.0, cost=2.0)
-    assert trials.run([3, 2], 100) == 100
-    trials = Trials(2, plain=1.0, cost=2.0)
-    trials.run([1, 1], 300)
+def test_drafting_that_pays_never_rests() -> None:
+    assert Trials(2, plain=1.0, cost=2.0).run([3, 2], 100) == 100
+
+
+def test_rows_of_which_little_is_known_count_as_the_others() -> None:
+    trials = Trials(4, plain=1.0, cost=2.0)
+    trials.run([1, 1, 1, 1], 300)
     trials.gains = schedule.admit_gains(trials.gains, jnp.int32(1))
-    assert not schedule.pays(trials.gains, trials.active)
-    alone = jnp.array([False, True])
+    assert not schedule.due(trials.gains, trials.active)  # one of four is new
+    alone = jnp.array([False, True, False, False])
     assert schedule.pays(trials.gains, alone)  # nothing is known of a row that runs
+
+
+def test_many_new_rows_are_a_reason_for_a_trial_which_decides_for_them() -> None:
+    trials = Trials(4, plain=1.0, cost=2.0)
+    trials.run([1, 1, 1, 1], 300)
+    trials.gains = trials.gains.replace(idle=jnp.int32(schedule.FIRST_WAIT))
+    for slot in (0, 1):
+        assert not schedule.due(trials.gains, trials.active)
+        trials.gains = schedule.admit_gains(trials.gains, jnp.int32(slot))
+    assert trials.run([1, 1, 1, 1], 20) == 1  # they are as the others were
+    for slot in range(3):
+        trials.gains = schedule.admit_gains(trials.gains, jnp.int32(slot))
+    assert trials.run([8, 8, 8, 1], 20) > 15
+
+
+def test_a_trial_that_won_makes_the_next_one_come_soon() -> None:
+    trials = Trials(1, plain=1.0, cost=2.0)
+    trials.run([1], 400)
+    trials.gains = trials.gains.replace(idle=trials.gains.wait)
+    trials.run([3], 1)  # not enough to draft for: the mean of eight
+    assert not schedule.pays(trials.gains, trials.active)
+    assert int(trials.gains.wait) == schedule.FIRST_WAIT
 
 
 def test_means_go_back_so_many_rounds_and_rows_at_rest_keep_theirs() -> None:
@@ -254,7 +278,17 @@ def test_means_go_back_so_many_rounds_and_rows_at_rest_keep_theirs() -> None:
     trials.active = jnp.array([True, False])
     trials.run([3, 0], 2 * schedule.MEMORY)
     assert trials.gains.rounds.tolist() == [schedule.MEMORY, 0]
-    trials.price = 2.0 + schedule.MEMORY
+    trials.price = 2.0 + schedule.LEAST_ROUNDS
     trials.run([3 + schedule.MEMORY, 9], 1)
     np.testing.assert_allclose(trials.gains.tokens, [4, 0], rtol=1e-6)
     np.testing.assert_allclose(trials.gains.price, 3, rtol=1e-6)
+
+
+def test_a_trial_learns_what_a_round_of_another_batch_costs() -> None:
+    trials = Trials(1, plain=1.0, cost=4.0)
+    trials.run([1], 100)
+    trials.price = 1.25
+    trials.gains = trials.gains.replace(idle=trials.gains.wait)
+    trials.run([1], 1)
+    np.testing.assert_allclose(trials.gains.price, 1.25)
+    assert int(trials.gains.wait) <= 25
