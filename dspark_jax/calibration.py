@@ -13,6 +13,7 @@ from dspark_jax.files import expand, read_object
 from dspark_jax.tiers import is_positive
 
 VERSION = 1
+REMEDY = "fit temperatures with python -m bench calibrate --out FILE"
 
 
 def save_calibration(
@@ -30,12 +31,11 @@ def save_calibration(
 
 def read_calibration(path: str | Path, config: ModelConfig) -> tuple[float, ...]:
     """Read temperatures; raises ValueError for another file, and for those of another pair."""
-    remedy = "fit temperatures with python -m bench calibrate --out FILE"
-    tree = read_object(path, remedy)
+    tree = read_object(path, REMEDY)
     try:
         return _temperatures(tree, config)
     except ValueError as error:
-        raise ValueError(f"calibration {path}: {error}; {remedy}") from None
+        raise ValueError(f"calibration {path}: {error}; {REMEDY}") from None
 
 
 def _temperatures(tree: dict[str, Any], config: ModelConfig) -> tuple[float, ...]:
