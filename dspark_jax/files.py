@@ -12,7 +12,9 @@ def expand(path: str | Path, error: type[ValueError] = ValueError) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise error(f"{path}: there is no such home folder; write the whole path") from None
+        raise error(
+            f"{path}: there is no such home folder; write the whole path, or set HOME"
+        ) from None
 
 
 def read_object(path: str | Path, remedy: str) -> dict[str, Any]:
