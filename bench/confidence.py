@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
+from bench.records import Curves
 from dspark_jax import decode
 from dspark_jax.config import ModelConfig
 from dspark_jax.request import SamplingParams
@@ -100,9 +101,7 @@ def judge(recorded: Recorded, temperatures: Sequence[float] | None) -> list[dict
     return rows
 
 
-def reliability(
-    recorded: Recorded, temperatures: Sequence[float]
-) -> dict[str, list[list[tuple[float, float]]]]:
+def reliability(recorded: Recorded, temperatures: Sequence[float]) -> Curves:
     """The diagram before and after: for each position, mean told and share accepted by bin."""
     panels: dict[str, Sequence[float] | None] = {"as trained": None, "calibrated": temperatures}
     return {title: _reliability(recorded, used) for title, used in panels.items()}

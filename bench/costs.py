@@ -14,6 +14,7 @@ from rich.table import Table
 
 from bench.pairs import EMBEDDED_DRAFT, add_model_flags, load_drafts
 from convert.flags import Parser, positive
+from dspark_jax.costs import MAX_BATCH
 from dspark_jax.generate import tell
 from dspark_jax.tiers import BatchCosts
 
@@ -24,7 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     add = parser.add_argument
     add("--draft", default=EMBEDDED_DRAFT, metavar="DIR", help="folder or hub id (embedded)")
-    add("--max-batch", type=positive, default=8, metavar="N", help="rows at once, at most (8)")
+    add("--num-speculative-tokens", type=positive, metavar="N", help="drafts a round")
+    add("--max-batch", type=positive, default=MAX_BATCH, metavar="N", help="rows, at most (8)")
     add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices (1)")
     return parser
 
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options,
         [options.draft],
         options.max_batch,
+        num_speculative_tokens=options.num_speculative_tokens,
         tensor_parallel=options.tensor_parallel,
     )
     found: list[BatchCosts] = []

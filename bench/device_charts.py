@@ -9,10 +9,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.charts import COLOURS, svg_text
+from bench.records import Curves
 
 Line = dict[str, Any]
-# Title of a panel -> for each position, points of a chance that was told and the share accepted.
-Curves = dict[str, list[list[tuple[float, float]]]]
 
 
 def save(name: str, data: Any, path: Path) -> None:

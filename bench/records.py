@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import sys
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 
 from bench import figures
 from bench.ceiling import ceiling
 from dspark_jax.engine import Engine
+from dspark_jax.files import read_object
 from dspark_jax.loading import ran_by
 from pallas_kernels.platform import default_device
 
 NGRAM = "ngram"  # the name of prompt lookup, a draft that nobody trained
+# Title of a panel -> for each position, points of a chance that was told and the share accepted.
+Curves = dict[str, list[list[tuple[float, float]]]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Record:
     output_tokens: int
     finish_reason: str
     seed: int
-    arrivals: list[list[float]]
+    arrivals: list[tuple[float, int]]
     acceptance_lengths: list[int]
     proposal_lengths: list[int]
     accepted_drafts: list[int]
@@ -91,7 +96,7 @@ class Measurement:
     settings: dict[str, Any]
     environment: dict[str, Any]
     runs: list[Run]
-    reliability: dict[str, Any] | None = None  # of the confidence head, from `bench calibrate`
+    reliability: Curves | None = None  # of the confidence head, from `bench calibrate`
 
     def write(self, path: str | Path) -> None:
         """Write JSON: the records, and the figures that follow from them."""
@@ -103,20 +108,65 @@ class Measurement:
 
 def read_measurement(path: str | Path) -> Measurement:
     """Read what `Measurement.write` wrote. Raises ValueError for another file."""
+    tree = read_object(path, "name a file that bench compare or bench speed wrote")
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-        runs = []
-        for entry in tree["runs"]:
-            entry.pop("figures")
-            records = [Record(**record) for record in entry.pop("records")]
-            runs.append(Run(records=records, **entry))
-        return Measurement(
-            tree["bench"], tree["settings"], tree["environment"], runs, tree.get("reliability")
-        )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        measurement = typed("the file", tree, Measurement)
+        _check(measurement)
+        return measurement
+    except ValueError as error:
         raise ValueError(
-            f"{path} is not a file that `bench compare` or `bench speed` wrote: {error!r}"
+            f"{path} is not a file that bench compare or bench speed wrote ({error}); name one"
         ) from None
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """A value of JSON as what a type says, dataclasses included; ValueError, by name, for another.
+
+    Keys that a dataclass does not know are left out.
+    """
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer is UnionType:  # with None
+        return None if value is None else typed(name, value, inner[0])
+    if outer is list and isinstance(value, list):
+        return [typed(name, one, inner[0]) for one in value]
+    if outer is tuple and isinstance(value, list) and len(value) == len(inner):
+        return tuple(typed(name, one, own) for one, own in zip(value, inner, strict=True))
+    if outer is dict and isinstance(value, dict):
+        return {key: typed(name, one, inner[1]) for key, one in value.items()}
+    if is_dataclass(outer) and isinstance(value, dict):
+        for one in fields(outer):
+            if one.name not in value and one.default is one.default_factory is MISSING:
+                raise ValueError(f"{one.name} is missing")
+        kinds = get_type_hints(outer).items()
+        return kind(**{key: typed(key, value[key], own) for key, own in kinds if key in value})
+    if outer is float and type(value) in (int, float):
+        right = abs(value) <= sys.float_info.max  # JSON as Python reads it has NaN and Infinity
+    else:
+        right = outer is Any or type(value) is outer
+    if not right:
+        raise ValueError(f"{name} cannot be {value!r:.40}")
+    return value
+
+
+def _check(measurement: Measurement) -> None:
+    """Raise ValueError for what no run leaves, and no figure can be made of."""
+    runs = measurement.runs
+    if not runs or not all(run.records for run in runs):
+        raise ValueError("it has no runs, or one without records")
+    for record in (record for run in runs for record in run.records):
+        rounds = (
+            *(record.acceptance_lengths, record.proposal_lengths, record.accepted_drafts),
+            *(record.possible_acceptance, record.clean_acceptance),
+        )
+        if len({len(each) for each in rounds if each is not None}) > 1:
+            raise ValueError("a record has lists of rounds that differ in length")
+        if record.sent < 0 or not record.arrivals or record.arrivals[-1][0] <= 0:
+            raise ValueError("a record has no time")
+    if measurement.bench == "compare":
+        seconds = [one for run in runs for one in run.seconds]
+        repeats = {len(run.seconds) for run in runs}
+        if len(repeats) > 1 or not seconds or min(seconds) <= 0:
+            raise ValueError("its runs have no seconds, or some have more than others")
 
 
 def environment(engine: Engine) -> dict[str, Any]:

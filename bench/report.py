@@ -14,6 +14,7 @@ from bench.compare import speedups
 from bench.records import Measurement, read_measurement
 from bench.tables import number, verdict_line, with_error
 from convert.flags import Parser
+from dspark_jax.files import expand
 from dspark_jax.generate import tell
 
 
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for title, svg in draw(measurement).items():
             name = title.lower().replace(" ", "-")
             (options.charts / f"{name}.svg").write_text(svg, encoding="utf-8")
-    path = Path(options.html or Path(options.file).with_suffix(".html"))
+    path = Path(options.html or expand(options.file).with_suffix(".html"))
     path.write_text(render(measurement), encoding="utf-8")
     tell(f"wrote {path}")
     return 0

@@ -94,12 +94,12 @@ class Turn:
     conversation: int
     number: int
     sent: float = 0.0
-    arrivals: list[list[float]] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def note(self, now: float, tokens: int) -> None:
         """Note an output that brought something."""
         if tokens > (self.arrivals[-1][1] if self.arrivals else 0):
-            self.arrivals.append([now - self.sent, tokens])
+            self.arrivals.append((now - self.sent, tokens))
 
 
 class Talks:

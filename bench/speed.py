@@ -7,10 +7,7 @@ several concurrencies make a sweep.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -26,11 +23,13 @@ from bench.pairs import (
     short_name,
 )
 from bench.progress import progress_bar
-from bench.records import Measurement, Run, environment
+from bench.records import Curves, Measurement, Run, environment, typed
 from bench.serving import Generation, answer, fitting, warm_up
 from bench.tables import group_table, latency_table, position_table, run_table
 from convert.flags import Parser, positive
+from dspark_jax.calibration import REMEDY
 from dspark_jax.engine import Engine
+from dspark_jax.files import read_object
 from dspark_jax.generate import tell
 from dspark_jax.state import MAX_ROUNDS
 
@@ -79,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds_per_call > MAX_ROUNDS:
         raise ValueError(f"--rounds-per-call is at most {MAX_ROUNDS}: {options.rounds_per_call}")
     check_outputs(options)
+    reliability = reliability_of(options.calibration)
     chosen = select_prompts(options)
     generation = generation_of(options, options.rounds_per_call)
     brought = EMBEDDED_DRAFT if brings_draft(options) else NONE
@@ -90,19 +90,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(kept) < len(chosen):
         tell(f"note: {len(chosen) - len(kept)} prompts above --max-length are left out")
     runs = [measure(engine, name, kept, generation, c) for c in options.max_concurrency]
-    measurement = Measurement(
-        "speed", vars(options), environment(engine), runs, reliability_of(options.calibration)
-    )
+    measurement = Measurement("speed", vars(options), environment(engine), runs, reliability)
     write_outputs(measurement, options)
     show(measurement)
     return 0
 
 
-def reliability_of(path: str | None) -> Any:
+def reliability_of(path: str | None) -> Curves | None:
     """The diagram that `bench calibrate` kept beside the temperatures."""
     if path is None:
         return None
-    return json.loads(Path(path).read_text(encoding="utf-8")).get("reliability")
+    kept = read_object(path, REMEDY).get("reliability")
+    try:
+        diagram: Curves | None = typed("reliability", kept, Curves | None)
+    except ValueError as error:
+        raise ValueError(f"calibration {path}: {error}; {REMEDY}") from None
+    return diagram
 
 
 def select_prompts(options: argparse.Namespace) -> list[Conversation]:

@@ -102,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
     """End the process where flags do not go together."""
+    for name in ("target", "draft"):
+        if getattr(arguments, name) == "":
+            parser.error(f"--{name} is empty: name a folder or a hub id")
     store, export = arguments.out, arguments.export_stablehlo
     if "" in (store, export):
         parser.error("--out or --export-stablehlo is empty: name a folder, or leave it out")

@@ -11,6 +11,7 @@ from pathlib import Path
 from convert.headers import INDEX, SINGLE, read_json
 from convert.problems import CheckpointError
 from convert.tokens import TEMPLATE_FOLDER, TOKENIZER_FILES
+from dspark_jax.files import expand
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 SMALL_FILES = (
@@ -28,7 +29,7 @@ def resolve_folder(name: str | Path) -> Path:
     `HF_HOME`, `HF_HUB_OFFLINE` and the like work as everywhere. Raises CheckpointError with one
     sentence where the name is neither, or the hub cannot be reached.
     """
-    path = Path(name).expanduser()
+    path = expand(name, CheckpointError)
     if path.is_dir():
         return path
     if path.exists():

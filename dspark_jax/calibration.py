@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.config import ModelConfig
+from dspark_jax.files import expand, read_object
+from dspark_jax.tiers import is_positive
 
 VERSION = 1
+REMEDY = "fit temperatures with python -m bench calibrate --out FILE"
 
 
 def save_calibration(
@@ -23,21 +26,26 @@ def save_calibration(
         "temperatures": [float(one) for one in temperatures],
         **more,
     }
-    Path(path).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    expand(path).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
 def read_calibration(path: str | Path, config: ModelConfig) -> tuple[float, ...]:
     """Read temperatures; raises ValueError for another file, and for those of another pair."""
-    remedy = "fit them with python -m bench calibrate"
+    tree = read_object(path, REMEDY)
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-        if tree["version"] != VERSION:
-            raise ValueError(f"version {tree['version']}, this program reads {VERSION}")
-        if tree["pair"] != config.pair_digest:
-            raise ValueError("the temperatures are of a pair of other shapes")
-        return tuple(float(one) for one in tree["temperatures"])
-    except OSError as error:
-        raise ValueError(f"calibration {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"no temperatures ({error!r})"
-        raise ValueError(f"calibration {path}: {reason}; {remedy}") from None
+        return _temperatures(tree, config)
+    except ValueError as error:
+        raise ValueError(f"calibration {path}: {error}; {REMEDY}") from None
+
+
+def _temperatures(tree: dict[str, Any], config: ModelConfig) -> tuple[float, ...]:
+    found, drafts = tree.get("temperatures"), config.decode.num_drafts
+    if tree.get("version") != VERSION:
+        raise ValueError(f"version {tree.get('version')!r}, this program reads {VERSION}")
+    if tree.get("pair") != config.pair_digest:
+        raise ValueError("the temperatures are of a pair of other shapes")
+    if not isinstance(found, list) or not all(map(is_positive, found)):
+        raise ValueError("temperatures must be a list of float32 numbers above 0")
+    if len(found) < drafts:
+        raise ValueError(f"{len(found)} temperatures are too few for {drafts} drafts")
+    return tuple(map(float, found))

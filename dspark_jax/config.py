@@ -178,6 +178,11 @@ class NgramConfig:
         )
 
 
+def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
+    """The dtype where none is asked for."""
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything static that a jitted entry point needs; hashable."""

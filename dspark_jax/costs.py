@@ -25,8 +25,9 @@ from jaxtyping import Array, Int
 
 from dspark_jax.choice import choose
 from dspark_jax.compiler import compiler_options
-from dspark_jax.config import DraftConfig, ModelConfig
+from dspark_jax.config import DraftConfig, ModelConfig, default_dtype
 from dspark_jax.decode import entry, init_state
+from dspark_jax.files import expand, read_object
 from dspark_jax.rounds import batch_costs, plain_round, propose, verify_tier
 from dspark_jax.schedule import fill_tier
 from dspark_jax.scheduler import batch_tiers
@@ -40,6 +41,7 @@ FOLDER = Path("~/.cache/dspark_jax/costs")  # where a checkpoint's own folder ca
 REPEATS, CALLS, ROUNDS = 3, 4, 8  # the median of chains of calls of some rounds
 CONTEXT = 768  # cached rows that a round is measured over, where there is room
 PLAIN = -1  # in the place of a tier
+MAX_BATCH = 8  # rows that `bench costs` measures up to, unless told otherwise
 
 
 @entry
@@ -78,7 +80,10 @@ def check_schedulable(config: ModelConfig, mesh: Mesh | None) -> None:
     draft = config.draft
     if not isinstance(draft, DraftConfig) or draft.confidence == "none":
         lacks = "the draft has no" if isinstance(draft, DraftConfig) else "there is no"
-        raise ValueError(f"scheduled verification: {lacks} confidence head to go by")
+        raise ValueError(
+            f"scheduled verification: {lacks} confidence head to go by; name a draft that has one,"
+            " or use verification 'fixed'"
+        )
     if mesh is not None and mesh.shape[DATA] > 1:
         raise ValueError(
             "scheduled verification packs all rows of a batch, so it cannot split them; leave"
@@ -198,10 +203,31 @@ def made_for(config: ModelConfig, mesh: Mesh | None = None) -> dict[str, Any]:
     }
 
 
+def measuring(config: ModelConfig, mesh: Mesh | None = None, max_batch: int = MAX_BATCH) -> str:
+    """The command that measures what `read_costs` looks for, and the call that does."""
+    decode, draft = config.decode, config.draft_network
+    all_room = _context(config) == CONTEXT or decode.max_length == config.target.max_length
+    flags = {  # value and default
+        "dtype": (config.dtype, default_dtype(default_device().platform)),
+        "implementation": (decode.implementation, "auto"),
+        "num-speculative-tokens": (decode.num_drafts, draft.max_drafts if draft else 0),
+        "max-length": (decode.max_length, decode.max_length if all_room else None),
+        "tensor-parallel": (mesh.shape[TENSOR] if mesh else 1, 1),
+        "max-batch": (max_batch, MAX_BATCH),
+    }
+    given = "".join(
+        f" --{name} {value}" for name, (value, usual) in flags.items() if value != usual
+    )
+    return (
+        f"python -m bench costs{given} with this run's --target and --draft, or"
+        " engine.profile_costs()"
+    )
+
+
 def costs_path(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> Path:
     """The file of a configuration's costs in a folder."""
     digest = hashlib.sha256(json.dumps(made_for(config, mesh)).encode()).hexdigest()[:12]
-    return Path(folder).expanduser() / f"dspark_costs_{digest}.json"
+    return expand(folder) / f"dspark_costs_{digest}.json"
 
 
 def save_costs(
@@ -244,29 +270,44 @@ def find_costs(
 
 
 def read_costs(
-    path: str | Path, config: ModelConfig, mesh: Mesh | None = None
+    path: str | Path, config: ModelConfig, mesh: Mesh | None = None, max_batch: int = MAX_BATCH
 ) -> tuple[BatchCosts, ...]:
-    """Read costs; raises ValueError for another file, and for costs of something else."""
-    remedy = "measure again with python -m bench costs or engine.profile_costs()"
+    """Read costs; raises ValueError for another file, and for costs of something else.
+
+    The error tells how to measure batches of up to `max_batch` rows.
+    """
+    remedy = f"measure again with {measuring(config, mesh, max_batch)}"
+    tree = read_object(path, remedy)
     try:
-        tree = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        if tree["version"] != VERSION:
-            raise ValueError(f"version {tree['version']}, this program reads {VERSION}")
-        stored, own = tree["made_for"], made_for(config, mesh)
-        for name, value in own.items():
-            if stored[name] != value:
-                raise ValueError(f"measured for {name} {stored[name]}, this run has {value}")
-        costs = tuple(
-            BatchCosts(**one | {"tokens": tuple(one["tokens"]), "rounds": tuple(one["rounds"])})
-            for one in tree["costs"]
-        )
-        for each in costs:
-            most = each.batch * config.decode.step_rows
-            if each.tokens[-1] != most:
-                raise ValueError(f"batch {each.batch} ends at {each.tokens[-1]} tokens, not {most}")
-        return costs
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"no cost table ({error!r})"
-        raise ValueError(f"{path}: {reason}; {remedy}") from None
+        return _table(tree, config, mesh)
+    except ValueError as error:
+        reason = str(error)
+    except KeyError as error:
+        reason = f"no cost table, {error} is missing"
+    except TypeError:
+        reason = "no cost table"
+    raise ValueError(f"{path}: {reason}; {remedy}")
+
+
+def _table(tree: dict[str, Any], config: ModelConfig, mesh: Mesh | None) -> tuple[BatchCosts, ...]:
+    if tree["version"] != VERSION:
+        raise ValueError(f"version {tree['version']!r}, this program reads {VERSION}")
+    stored = tree["made_for"]
+    for name, value in made_for(config, mesh).items():
+        if stored[name] != value:
+            raise ValueError(f"measured for {name} {stored[name]!r}, this run has {value!r}")
+    costs = tuple(
+        BatchCosts(**one | {"tokens": tuple(one["tokens"]), "rounds": tuple(one["rounds"])})
+        for one in tree["costs"]
+    )
+    known: set[tuple[int, bool]] = set()
+    for each in costs:
+        most = each.batch * config.decode.step_rows
+        if each.tokens[-1] != most:
+            raise ValueError(f"batch {each.batch} ends at {each.tokens[-1]} tokens, not {most}")
+        kinds = (False, True) if each.sampled is None else (each.sampled,)
+        keys = {(each.batch, kind) for kind in kinds}
+        if keys & known:
+            raise ValueError(f"batch {each.batch} is there twice")
+        known |= keys
+    return costs

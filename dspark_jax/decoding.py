@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal
 
-from dspark_jax.tiers import BatchCosts
+from dspark_jax.tiers import BatchCosts, is_positive
 
 
 def require(condition: bool, message: str) -> None:
@@ -72,8 +71,8 @@ class DecodeConfig:
             f"{len(self.temperatures)} temperatures are too few for {self.num_drafts} drafts",
         )
         require(
-            all(one > 0 and isfinite(one) for one in self.temperatures),
-            f"temperatures must be above 0, got {list(self.temperatures)}",
+            all(map(is_positive, self.temperatures)),
+            f"temperatures must be above 0, and float32 numbers, got {list(self.temperatures)}",
         )
 
     @property

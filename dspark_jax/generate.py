@@ -24,6 +24,7 @@ from dspark_jax.arguments import (
     read_prompts,
     sampling_options,
 )
+from dspark_jax.files import expand
 from dspark_jax.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ def set_up_jax() -> list[str]:
     import jax
 
     notes = [] if jax.default_backend() != "cpu" else gpu_notes()
-    place = jax.config.jax_compilation_cache_dir or str(CACHE.expanduser())  # type: ignore[attr-defined]
     try:
+        place = jax.config.jax_compilation_cache_dir or str(expand(CACHE))  # type: ignore[attr-defined]
         Path(place).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return [*notes, f"note: compiled programs are not kept: {error}"]
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

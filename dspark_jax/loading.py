@@ -20,7 +20,7 @@ from dspark_jax.checkpoints import (
     Progress,
     open_checkpoint,
 )
-from dspark_jax.config import DecodeConfig, DraftConfig, ModelConfig, NgramConfig
+from dspark_jax.config import DecodeConfig, DraftConfig, ModelConfig, NgramConfig, default_dtype
 from dspark_jax.engine import Engine
 from dspark_jax.generation_defaults import read_defaults
 from dspark_jax.memory import check_memory, free_memory
@@ -133,7 +133,7 @@ def load(
         refuse_options(decode, DRAFT_OPTIONS, "there is no draft")
     if isinstance(checkpoint.draft, NgramConfig):
         refuse_options(decode, LOOKUP_IGNORES, "it does nothing for prompt lookup")
-    kind = ("float32" if on_cpu else "bfloat16") if dtype is None else dtype
+    kind = default_dtype(device.platform) if dtype is None else dtype
     if implementation == "pallas" and kind != "bfloat16":
         raise ValueError("implementation 'pallas' takes bfloat16; leave it at 'auto', or dtype out")
     config = ModelConfig(checkpoint.target, _borrowing(checkpoint.draft), decode, kind)

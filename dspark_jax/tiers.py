@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
 QUARTERS = 4  # tiers of a batch: each is a copy of the target in the compiled round
 LEAST_SAVING = 0.02  # of a round's time; a tier that saves less is not worth its copy
+LEAST, MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of float32: what programs compute with
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0 that stays one in float32."""
+    return isinstance(value, int | float) and value is not True and LEAST <= value <= MOST
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,10 @@ class BatchCosts:
             raise ValueError(f"costs need a batch, and one cost for each tier: {self}")
         if list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < self.batch:
             raise ValueError(f"verified tokens must increase and hold every anchor: {self}")
-        costs = (self.plain, *self.rounds)
-        if not all(type(cost) is not bool and math.isfinite(cost) and cost > 0 for cost in costs):
-            raise ValueError(f"every cost must be above 0: {self}")
+        if not all(map(is_positive, (self.plain, *self.rounds))):
+            raise ValueError(f"every cost must be above 0, and a float32 number: {self}")
+        if not (self.sampled is None or isinstance(self.sampled, bool)):
+            raise ValueError(f"sampled must be true, false or null: {self}")
 
     def pruned(self, saving: float = LEAST_SAVING) -> BatchCosts:
         """Without the tiers that cost nearly what the next larger one does."""
@@ -108,7 +114,7 @@ def costs_between(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> Bat
     below = max((one for one in table if one.batch <= batch), key=_rows, default=None)
     above = min((one for one in table if one.batch >= batch), key=_rows, default=None)
     if below is None or above is None:
-        return costs_of(table, batch, sampled)  # raises
+        raise ValueError(_lacking(table, batch, sampled))
     if below is above:
         return below
     share = (batch - below.batch) / (above.batch - below.batch)
@@ -131,9 +137,13 @@ def costs_of(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> BatchCos
     for one in costs:
         if one.batch == batch and one.sampled in (sampled, None):
             return one
+    raise ValueError(
+        f"the cost table has {_lacking(costs, batch, sampled)}; measure it with python -m bench"
+        f" costs --max-batch {batch} or engine.profile_costs()"
+    )
+
+
+def _lacking(costs: Sequence[BatchCosts], batch: int, sampled: bool) -> str:
     kind = "sampled" if sampled else "greedy"
     known = ", ".join(str(one.batch) for one in costs if one.sampled in (sampled, None)) or "none"
-    raise ValueError(
-        f"the cost table has no batch of {batch} rows for {kind} rounds (it has {known}); measure"
-        f" it with python -m bench costs --max-batch {batch} or engine.profile_costs()"
-    )
+    return f"no batch of {batch} rows for {kind} rounds, only {known}"

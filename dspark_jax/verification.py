@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.calibration import read_calibration
 from dspark_jax.config import ModelConfig
-from dspark_jax.costs import check_schedulable, find_costs, read_costs
+from dspark_jax.costs import check_schedulable, find_costs, measuring, read_costs
 from dspark_jax.tiers import BatchCosts, costs_between, modelled_costs
 from pallas_kernels.platform import default_device
 
@@ -73,8 +73,9 @@ class Verification:
     ) -> tuple[BatchCosts, ...]:
         path = find_costs(config, folder, mesh) if self.costs is None else self.costs
         device, batches = default_device(), tuple(batches)
-        table = () if path is None else read_costs(path, config, mesh)
-        measured, most = max((one.batch for one in table), default=0), max(batches)
+        most = max(batches)
+        table = () if path is None else read_costs(path, config, mesh, most)
+        measured = max((one.batch for one in table), default=0)
         if self.costs is None and device.platform == "cpu" and measured < most:
             rows = f"of {most} rows" if measured else "of rounds"
             tell(f"note: no costs {rows} were measured here, so a model of them is used")
@@ -83,11 +84,15 @@ class Verification:
         if path is None:
             raise ValueError(
                 f"verification 'scheduled' needs the costs of rounds on {device.device_kind}, and"
-                " none were measured for this pair; measure them once with python -m bench costs"
-                " (or load it without and call engine.profile_costs())"
+                " none were measured for this pair and its settings; measure them once with"
+                f" {measuring(config, mesh, most)} of an engine loaded without it"
             )
-        return tuple(
-            costs_between(table, batch, sampled).pruned()
-            for batch in batches
-            for sampled in (False, True)
-        )
+        try:
+            return tuple(
+                costs_between(table, batch, sampled).pruned()
+                for batch in batches
+                for sampled in (False, True)
+            )
+        except ValueError as error:  # with each batch that is needed: files are not always joined
+            remedy = f"measure again with {measuring(config, mesh, most)}"
+            raise ValueError(f"{path}: {error}; {remedy}") from None

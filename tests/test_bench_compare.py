@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from bench import charts, figures
 from bench.__main__ import main
 from bench.compare import speedups
 from bench.figures import acceptance, by_group, clustered_error, latency
-from bench.records import Record, Run
+from bench.records import Measurement, Record, Run, read_measurement
 from tests.bench_runs import bench  # noqa: F401
 
 REFERENCE = json.loads((Path(__file__).parent / "demo" / "reference.json").read_text())
@@ -192,10 +193,62 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(bench, arguments, words):  # 
     assert err.splitlines()[-1].startswith("bench compare: ")
 
 
-def test_a_report_of_another_file(tmp_path, capsys):
-    (tmp_path / "x.json").write_text('{"a": 1}')
-    assert main(["report", str(tmp_path / "x.json")]) == 2
-    assert "is not a file that" in capsys.readouterr().err
+def change_record(**changes):
+    """A change of the first record of the first run."""
+
+    def change(tree):
+        tree["runs"][0]["records"][0] |= changes
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tree: tree.pop("bench"), "bench is missing"),
+        (lambda tree: tree.update(runs=[]), "it has no runs"),
+        (lambda tree: tree["runs"][0].update(records=[]), "or one without records"),
+        (lambda tree: tree.update(reliability=5), "reliability cannot be 5"),
+        (lambda tree: tree.update(reliability={"x": [[[0.5]]]}), "reliability cannot be [0.5]"),
+        (lambda tree: tree.update(environment=None), "environment cannot be None"),
+        (lambda tree: tree["runs"][0].update(temperature="1"), "temperature cannot be '1'"),
+        (lambda tree: tree["runs"][0].update(seconds=[0.0]), "its runs have no seconds"),
+        (change_record(arrivals=[]), "a record has no time"),
+        (change_record(arrivals=[[]]), "arrivals cannot be []"),
+        (change_record(proposal_lengths=[1]), "lists of rounds that differ in length"),
+        (change_record(output_tokens=True), "output_tokens cannot be True"),
+        (change_record(sent=float("nan")), "sent cannot be nan"),
+        (change_record(sent=10**400), "sent cannot be 1000"),
+    ],
+)
+def test_a_report_of_a_damaged_file_is_one_sentence(change, words, tmp_path, capsys):
+    path = tmp_path / "measured.json"
+    run = replace(run_of("a", [1.0]), records=reference_records()[:2])
+    Measurement("compare", {}, {"device": "cpu"}, [run]).write(path)
+    assert read_measurement(path).runs[0].figures() == run.figures()
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    assert main(["report", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"bench report: {path} is not a file that bench compare or bench speed")
+    assert words in line
+
+
+def test_a_report_of_no_such_file_is_one_sentence(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    remedy = "name a file that bench compare or bench speed wrote"
+    for text, words in (
+        (None, "cannot be read: No such file or directory"),
+        ("[]", "holds no JSON object"),
+        ("{", "is not JSON: "),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert main(["report", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"bench report: {path} {words}")
+        assert line.endswith(remedy)
 
 
 @pytest.mark.parametrize("flags", [("--batch", "0"), ("--batch", "1", "-2"), ("--cached", "0")])

@@ -152,6 +152,15 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(bench, arguments, words):  # 
     assert "Traceback" not in err
 
 
+def test_a_diagram_that_is_none_is_refused_before_the_run(bench, tmp_path):  # noqa: F811
+    path = tmp_path / "calibration.json"
+    path.write_text('{"reliability": 5}')
+    code, _, err, _ = bench("speed", "--dataset", EVAL / "mbpp.jsonl", "--calibration", path)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert f"calibration {path}: reliability cannot be 5; fit temperatures" in line
+
+
 def test_unknown_commands_and_help(capsys):
     assert main(["nothing"]) == 2
     assert "unknown command 'nothing'" in capsys.readouterr().err

@@ -66,6 +66,8 @@ def test_overrides_are_flags(pair: list[str], capsys: pytest.CaptureFixture[str]
     ("flags", "words"),
     [
         ([], "nothing to do: give --check, --out STORE, --export-stablehlo DIR, or several"),
+        (["--check", "--target", ""], "--target is empty: name a folder or a hub id"),
+        (["--check", "--draft", ""], "--draft is empty: name a folder or a hub id"),
         (["--json", "--out", "x"], "--json goes with --check"),
         (["--check", "--block-size", "0"], "must be at least 1"),
         (["--check", "--block-size", "abc"], "--block-size: must be a whole number, got 'abc'"),

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from dspark_jax import console, generate
@@ -377,6 +378,19 @@ def test_where_jax_misses_a_gpu_the_extra_is_named(tmp_path, monkeypatch):
     assert "pip install 'dspark-jax[cuda12]'" in gpu_notes(driver)[0]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert gpu_notes(driver) == []
+
+
+def test_without_a_home_folder_compiled_programs_are_not_kept(monkeypatch):
+    monkeypatch.setattr(generate, "CACHE", Path("~nouser_x/cache"))
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        note = generate.set_up_jax()[-1]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+    assert note.startswith(
+        "note: compiled programs are not kept: ~nouser_x/cache: there is no such"
+    )
 
 
 def test_help_names_the_defaults(capsys):
