@@ -69,13 +69,15 @@ def fit_temperatures(recorded: Recorded) -> list[float]:
 
 
 def _best_temperature(before: np.ndarray, logits: np.ndarray, came: np.ndarray) -> float:
-    """Of the grid; of several that are as good the one nearest to none."""
+    """Of the grid the one nearest to none, of those as good as the best but for noise.
 
-    def badness(temperature: float) -> tuple[float, float]:
-        told = before * _sigmoid(logits / temperature)
-        return expected_calibration_error(told, came), abs(float(np.log(temperature)))
-
-    return round(float(min(GRID, key=badness)), 4)
+    Where few prefixes are accepted the error says little: its least lies anywhere.
+    """
+    told = [before * _sigmoid(logits / temperature) for temperature in GRID]
+    errors = np.array([expected_calibration_error(one, came) for one in told])
+    noise = np.std(came) / np.sqrt(max(len(came), 1))  # of the share accepted
+    good = GRID[errors <= errors.min() + noise / 2]
+    return round(float(min(good, key=lambda temperature: abs(np.log(temperature)))), 4)
 
 
 def judge(recorded: Recorded, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:

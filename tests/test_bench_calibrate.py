@@ -41,6 +41,18 @@ def test_the_temperatures_that_were_wrong_are_found():
     assert confidence.mean_error(after) < confidence.mean_error(before) / 3
 
 
+def test_where_the_error_says_little_the_temperature_stays_near_none():
+    """Few prefixes are accepted, and told as they are: what noise prefers is not fitted."""
+    found = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        logits = rng.normal([-4.0, 1.0], 1.0, (4_000, 2))
+        passed = rng.random(logits.shape) < 1 / (1 + np.exp(-logits))
+        accepted = np.cumprod(passed, axis=1).astype(bool)
+        found.append(fit_temperatures(Recorded(logits, accepted, np.ones_like(accepted)))[1])
+    assert np.abs(np.log(found)).mean() < 0.3
+
+
 def test_the_calibration_error_is_that_of_its_definition():
     rng = np.random.default_rng(0)
     told, came = rng.random(500), rng.random(500) < 0.4
