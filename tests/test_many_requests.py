@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import pytest
 
-from dspark_jax import SamplingParams, load
+from dspark_jax import SamplingParams, costs, load
 from dspark_jax.accounting import Request
 from dspark_jax.engine import Engine
+from tests import tiny
 
 SLOTS, REQUESTS, CANCELLED, REFUSED = 8, 200, 20, 10
 # A batch of them needs one of three programs, whichever come together.
@@ -62,8 +63,13 @@ def engine() -> Engine:
 
 def outcome(request: Request) -> tuple[Any, ...]:
     result = request.result()
-    rounds = (result.acceptance_lengths, result.proposal_lengths, result.accepted_drafts)
-    return result.token_ids, result.text, result.finish_reason, *rounds, result.from_draft
+    return result.token_ids, result.text, result.finish_reason
+
+
+def rounds(request: Request) -> tuple[Any, ...]:
+    result = request.result()
+    lengths = (result.acceptance_lengths, result.proposal_lengths, result.accepted_drafts)
+    return *lengths, result.from_draft
 
 
 def alone(engine: Engine, one: Asked) -> Request:
@@ -106,14 +112,14 @@ def drive(engine: Engine, wanted: list[Asked]) -> tuple[list[Request], set[int]]
     return handles, cancelled
 
 
-def test_every_output_equals_its_solo_run(engine: Engine) -> None:
+def check_all(engine: Engine, solo: Engine) -> Iterator[tuple[Request, Request]]:
+    """All requests in company and alone; gives the pairs of those that were not cancelled."""
     wanted = list(asked(engine, REQUESTS))
     before = len(compilations)
     handles, cancelled = drive(engine, wanted)
     assert compilations[before:] == [], "requests come and go without a trace"
     assert len(cancelled) == CANCELLED
     assert {handle.finish_reason for handle in handles} == {"stop", "length", "cancelled"}
-    solo = load(dtype="float32", max_length=96, max_batch=1, prefill_chunk=16)
     for index, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
         expected = alone(solo, one)
         assert (handle.finish_reason == "cancelled") == (index in cancelled)
@@ -125,6 +131,26 @@ def test_every_output_equals_its_solo_run(engine: Engine) -> None:
         reported = (found.result().logprobs or [] for found in (handle, expected))
         for mine, theirs in zip(*reported, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4)
+        yield handle, expected
+
+
+def test_every_output_equals_its_solo_run(engine: Engine) -> None:
+    solo = load(dtype="float32", max_length=96, max_batch=1, prefill_chunk=16)
+    for handle, expected in check_all(engine, solo):
+        assert rounds(handle) == rounds(expected)
+
+
+def test_every_output_equals_plain_decoding_whatever_is_scheduled(monkeypatch, tmp_path) -> None:
+    """Greedy rows, and all rows under Gumbel verification."""
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)  # none of this machine's user
+    sizes = {"dtype": "float32", "max_length": 96, "prefill_chunk": 16}
+    solo = load(draft=False, max_batch=1, **sizes)
+    with tiny.quick_compilation():
+        engine = load(verification="scheduled", rejection="gumbel", max_batch=SLOTS, **sizes)
+        engine.warmup(KINDS, batches=[SLOTS])
+    lengths = [n for handle, _ in check_all(engine, solo) for n in rounds(handle)[1]]
+    assert len(set(lengths)) > 3
+    assert lengths.count(0) > 0  # some rounds rested
 
 
 def resident() -> int:

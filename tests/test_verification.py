@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from dataclasses import replace
 
@@ -43,40 +42,6 @@ def test_scheduled_texts_equal_those_of_plain_decoding_on_the_embedded_pair():
     ]
     lengths = {n for one in found for n in one.proposal_lengths}
     assert len(lengths) > 2
-
-
-REQUEST_KINDS = (
-    SamplingParams(temperature=0.0, ignore_eos=True),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.8, top_k=30, stop=("a", "(")),
-)
-
-
-def test_100_scheduled_requests_through_8_slots_equal_plain_decoding():
-    """Of mixed length, settings and seeds, coming and going: the schedule shows in no text."""
-    options = {"max_length": 96, "prefill_chunk": 16, "rejection": "gumbel"}
-    rng = random.Random(0)
-    with tiny.quick_compilation():
-        engine = load(verification="scheduled", max_batch=8, **options)
-        engine.warmup(REQUEST_KINDS, batches=[8])
-        plain = load(draft=False, max_length=96, prefill_chunk=16, max_batch=8)
-        plain.warmup(REQUEST_KINDS, batches=[8])
-    prompts = [
-        [rng.randrange(1, 4096) for _ in range(rng.choice((1, 5, 16, 17, 40)))] for _ in range(100)
-    ]
-    params = [
-        replace(
-            REQUEST_KINDS[i % 3], max_tokens=rng.choice((3, 6, 10, 16)), seed=rng.randrange(2**64)
-        )
-        for i in range(100)
-    ]
-    found, expected = (one.generate(prompts, params) for one in (engine, plain))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text)
-        assert mine.finish_reason == theirs.finish_reason
-    lengths = [n for one in found for n in one.proposal_lengths]
-    assert len(set(lengths)) > 3
-    assert lengths.count(0) > 0  # some rounds rested
 
 
 @pytest.mark.parametrize(
