@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (engine,) = load_drafts(options, [name], options.max_concurrency)
     draft = engine.config.draft_network
     if draft is None or draft.confidence == "none":
-        raise ValueError(f"--draft {name} has no confidence head to calibrate")
+        raise ValueError(f"--draft {name} has no confidence head to calibrate; name one that has")
     fit, held_out = (record_half(engine, half, options) for half in halves)
     temperatures = fit_temperatures(fit)
     before, after = judge(held_out, None), judge(held_out, temperatures)

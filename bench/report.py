@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bench import charts, device_charts
 from bench.compare import speedups
+from bench.output import check_file
 from bench.records import Measurement, read_measurement
 from bench.tables import number, verdict_line, with_error
 from convert.flags import Parser
@@ -70,12 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--charts", metavar="DIR", type=Path, help="also each chart as SVG")
     options = parser.parse_args(arguments)
     measurement = read_measurement(options.file)
+    path = Path(options.html or expand(options.file).with_suffix(".html"))
+    check_file("--html ", path)
     if options.charts:
+        if options.charts.exists() and not options.charts.is_dir():
+            raise ValueError(f"--charts {options.charts} is a file; name a folder")
         options.charts.mkdir(parents=True, exist_ok=True)
         for title, svg in draw(measurement).items():
             name = title.lower().replace(" ", "-")
             (options.charts / f"{name}.svg").write_text(svg, encoding="utf-8")
-    path = Path(options.html or expand(options.file).with_suffix(".html"))
     path.write_text(render(measurement), encoding="utf-8")
     tell(f"wrote {path}")
     return 0

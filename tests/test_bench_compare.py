@@ -251,6 +251,19 @@ def test_a_report_of_no_such_file_is_one_sentence(tmp_path, capsys):
         assert line.endswith(remedy)
 
 
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    path = tmp_path / "measured.json"
+    run = replace(run_of("a", [1.0]), records=reference_records()[:2])
+    Measurement("compare", {}, {"device": "cpu"}, [run]).write(path)
+    for flags, words in (
+        (("--html", str(tmp_path / "no" / "x.html")), "its folder does not exist"),
+        (("--charts", str(path)), "is a file; name a folder"),
+    ):
+        assert main(["report", str(path), *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+
+
 @pytest.mark.parametrize("flags", [("--batch", "0"), ("--batch", "1", "-2"), ("--cached", "0")])
 def test_a_step_of_no_rows_is_one_sentence(flags, capsys):
     assert main(["step", *flags]) == 2
