@@ -145,9 +145,12 @@ def test_every_output_equals_plain_decoding_whatever_is_scheduled(monkeypatch, t
     monkeypatch.setattr(costs, "FOLDER", tmp_path)  # none of this machine's user
     sizes = {"dtype": "float32", "max_length": 96, "prefill_chunk": 16}
     solo = load(draft=False, max_batch=1, **sizes)
+    notes: list[str] = []
+    options = {"verification": "scheduled", "rejection": "gumbel", "report": notes.append}
     with tiny.quick_compilation():
-        engine = load(verification="scheduled", rejection="gumbel", max_batch=SLOTS, **sizes)
+        engine = load(max_batch=SLOTS, **sizes, **options)
         engine.warmup(KINDS, batches=[SLOTS])
+    assert any("a model of them is used" in note for note in notes)
     lengths = [n for handle, _ in check_all(engine, solo) for n in rounds(handle)[1]]
     assert len(set(lengths)) > 3
     assert lengths.count(0) > 0  # some rounds rested
