@@ -61,10 +61,10 @@ def first_tokens(config: Any, params: Any, seeds: range) -> Counter[tuple[int, .
 
 @pytest.fixture(scope="module")
 def plain() -> Counter[tuple[int, ...]]:
-    return first_tokens(*load_pair(DEMO, plain=True, **SIZE), range(10_000))
+    return first_tokens(*load_pair(DEMO, plain=True, **SIZE), range(20_000))
 
 
-@pytest.mark.parametrize(("rejection", "draws"), [("token", 10_000), ("block", 5_000)])
+@pytest.mark.parametrize(("rejection", "draws"), [("token", 20_000), ("block", 5_000)])
 def test_first_three_tokens_follow_plain_sampling(plain: Any, rejection: str, draws: int) -> None:
     """Homogeneity of speculative and plain draws on disjoint seeds; rare cells are pooled."""
     config, params = load_pair(DEMO, num_drafts=TOKENS, rejection=rejection, **SIZE)
